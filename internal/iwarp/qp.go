@@ -1,0 +1,138 @@
+package iwarp
+
+import (
+	"fmt"
+	"net"
+	"sync/atomic"
+	"syscall"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/rdmanet/rdmanet/internal/iwarp/wire"
+	"github.com/rdmanet/rdmanet/internal/verbs"
+)
+
+// qp is a queue pair: rx and tx are its halves, each with a lock of its own.
+// Either half ends by itself when the socket says so; close.go has the ways in
+// which both end together.
+type qp struct {
+	id  *id
+	pd  *pd
+	cq  *cq
+	cap verbs.QPCap
+	num uint32
+
+	// Set by start, before open.
+	conn       *net.TCPConn
+	raw        syscall.RawConn
+	fd         int // valid while rx or tx is open and its lock is held
+	crc        bool
+	maxPayload int // of one FPDU
+
+	open atomic.Bool // the receive side takes messages
+	rx   rxState
+	tx   txState
+	end  ending
+}
+
+// half is the state of one direction.
+type half uint8
+
+const (
+	halfIdle half = iota // not connected yet
+	halfOpen
+	halfDead // what is posted is flushed
+)
+
+var qpNumbers atomic.Uint32
+
+func newQP(i *id, p *pd, c *cq, want verbs.QPCap) (*qp, error) {
+	switch {
+	case want.SendWR < 1 || want.SendWR > attr.MaxQPWR:
+		return nil, fmt.Errorf("create QP: %d send work requests (1 to %d): %w", want.SendWR, attr.MaxQPWR, syscall.EINVAL)
+	case want.RecvWR < 1 || want.RecvWR > attr.MaxQPWR:
+		return nil, fmt.Errorf("create QP: %d receive work requests (1 to %d): %w", want.RecvWR, attr.MaxQPWR, syscall.EINVAL)
+	case want.SendSGE < 1 || want.SendSGE > attr.MaxSGE:
+		return nil, fmt.Errorf("create QP: %d scatter/gather entries (1 to %d): %w", want.SendSGE, attr.MaxSGE, syscall.EINVAL)
+	case want.SendWR+want.RecvWR > len(c.ring):
+		return nil, fmt.Errorf("create QP: completion queue of %d entries is smaller than the %d work requests it must hold: %w",
+			len(c.ring), want.SendWR+want.RecvWR, syscall.EINVAL)
+	}
+	want.MaxInline = attr.MaxInline
+	q := &qp{id: i, pd: p, cq: c, cap: want, num: qpNumbers.Add(1)}
+	q.rx.posted = make([]recvWR, want.RecvWR)
+	q.tx.queue = make([]sendWR, want.SendWR)
+	if !c.qp.CompareAndSwap(nil, q) {
+		return nil, fmt.Errorf("create QP: the completion queue serves another QP: %w", syscall.EBUSY)
+	}
+	return q, nil
+}
+
+func (q *qp) Num() uint32      { return q.num }
+func (q *qp) Cap() verbs.QPCap { return q.cap }
+
+// start takes over a connection whose set-up is done.
+func (q *qp) start(conn *net.TCPConn, crc bool) error {
+	raw, err := conn.SyscallConn()
+	if err != nil {
+		return err
+	}
+	q.rx.mu.Lock()
+	defer q.rx.mu.Unlock()
+	q.tx.mu.Lock()
+	defer q.tx.mu.Unlock()
+	if q.rx.state != halfIdle || q.tx.state != halfIdle {
+		return fmt.Errorf("the QP is in the error state: %w", syscall.EINVAL)
+	}
+	mss := 0
+	err = raw.Control(func(fd uintptr) {
+		q.fd = int(fd)
+		mss, _ = unix.GetsockoptInt(q.fd, unix.IPPROTO_TCP, unix.TCP_MAXSEG)
+	})
+	if err != nil {
+		return err
+	}
+	q.conn, q.raw, q.crc = conn, raw, crc
+	q.maxPayload = max(wire.ULPDUFor(mss)-wire.UntaggedHeaderLen, minPayload)
+	q.rx.state, q.tx.state = halfOpen, halfOpen
+	q.rx.msn, q.tx.msn = 1, 1
+	q.open.Store(true)
+	watch(q)
+	// A Wait that began before there was a socket starts over.
+	select {
+	case q.cq.wake <- struct{}{}:
+	default:
+	}
+	return nil
+}
+
+// minPayload is for sockets that report a senseless segment size: TCP's
+// default of 536 bytes (RFC 9293 section 3.7.1), less our headers.
+const minPayload = 504
+
+// Destroy detaches the QP. A live connection is aborted.
+func (q *qp) Destroy() error {
+	q.abort()
+	q.cq.qp.CompareAndSwap(q, nil)
+	return nil
+}
+
+// SetError is an abort: the peer sees a reset, as RFC 5040 section 5.3 has it.
+func (q *qp) SetError() error {
+	q.abort()
+	return nil
+}
+
+// retry calls f again while a signal interrupts it.
+func retry(f func() (int, error)) (int, error) {
+	for {
+		n, err := f()
+		if err != unix.EINTR {
+			return n, err
+		}
+	}
+}
+
+// drainTimeout bounds how long a closing connection waits for the peer's end.
+const drainTimeout = 10 * time.Second

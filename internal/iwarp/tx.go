@@ -1,0 +1,418 @@
+package iwarp
+
+import (
+	"sync"
+
+	pool "github.com/libp2p/go-buffer-pool"
+	"golang.org/x/sys/unix"
+
+	"github.com/rdmanet/rdmanet/internal/iwarp/wire"
+	"github.com/rdmanet/rdmanet/internal/verbs"
+)
+
+// txState writes FPDUs. Whoever posts also writes, many FPDUs in one writev
+// from where their bytes lie. Only when the socket is full is what remains of
+// unregistered memory copied, and a goroutine, the flusher, takes over until
+// the queue is empty again.
+type txState struct {
+	mu    sync.Mutex
+	state half
+	msn   uint32
+
+	queue    []sendWR // ring of what is not yet in the socket
+	head, n  int
+	cut      cursor // how far queue[head] is cut into FPDUs
+	batch    batch
+	flushing bool // the flusher owns the socket
+	flushFn  func()
+	full     int // times the socket was full, for tests
+}
+
+type sendWR struct {
+	wrid              uint64
+	sgl               []verbs.SGE // room is reused
+	size              int
+	signaled, solicit bool
+	inline            bool   // sgl is memory we may only use until PostSend returns
+	own               []byte // pool buffer behind sgl
+}
+
+// cursor is a place in a message.
+type cursor struct {
+	sge, off int // in the gather list
+	sent     int // bytes before it
+}
+
+// batch is what the next writev writes. Iovecs alternate between slices of
+// frame, which holds headers and trailers, and slices of the message.
+type batch struct {
+	iov     [maxIovecs][]byte
+	at, n   int // iov[at:n] is unsent
+	unsent  int
+	frame   [maxFPDUs * frameLen]byte
+	framed  int            // bytes of frame in use
+	from    int            // frame[from:framed] is in no iovec yet
+	done    [maxFPDUs]sent // messages that end in this batch
+	ndone   int
+	inline  bool   // some of it is memory we may only use until PostSend returns
+	scratch []byte // pool buffer behind it
+}
+
+// sent is a message that is done when no more than unsent bytes are left.
+type sent struct {
+	unsent   int
+	wrid     uint64
+	signaled bool
+	own      []byte
+}
+
+const (
+	maxIovecs = 8 // what unix.Writev takes without allocating
+	maxFPDUs  = 8
+	frameLen  = wire.FPDUHeaderLen + wire.UntaggedHeaderLen + smallSGE + wire.MaxTrailerLen
+	smallSGE  = 64   // a gather entry up to this size is copied next to the header
+	smallSend = 4096 // an inline message up to this size is taken even if the socket is full
+)
+
+// PostSend takes requests until the queue is full. EAGAIN says that the socket
+// is: a large inline request must wait for the CQ's next event.
+func (q *qp) PostSend(wrs []verbs.SendWR) (int, error) {
+	t := &q.tx
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	for i := range wrs {
+		if err := q.enqueue(&wrs[i]); err != nil {
+			q.send()
+			return i - q.disown(), err
+		}
+	}
+	q.send()
+	if back := q.disown(); back > 0 {
+		return len(wrs) - back, unix.EAGAIN
+	}
+	return len(wrs), nil
+}
+
+// enqueue adds one request to the queue. t.mu is held, as below.
+func (q *qp) enqueue(wr *verbs.SendWR) error {
+	t := &q.tx
+	if t.state == halfIdle {
+		return unix.EINVAL
+	}
+	if t.state == halfDead {
+		q.cq.push(verbs.WC{WRID: wr.WRID, Op: verbs.OpSend, Status: verbs.StatusWRFlushErr}, false)
+		return nil
+	}
+	if t.n == len(t.queue) {
+		return unix.ENOMEM
+	}
+	if len(wr.SGL) > q.cap.SendSGE {
+		return unix.EINVAL
+	}
+	e := &t.queue[(t.head+t.n)%len(t.queue)]
+	size := 0
+	for _, s := range wr.SGL {
+		if !wr.Inline && !q.pd.covers(s) {
+			return unix.EFAULT
+		}
+		size += len(s.Data)
+	}
+	e.wrid, e.size, e.signaled, e.solicit, e.inline = wr.WRID, size, wr.Signaled, wr.Solicited, wr.Inline
+	e.sgl = append(e.sgl[:0], wr.SGL...)
+	t.n++
+	return nil
+}
+
+// send writes until the queue is empty or the socket is full.
+func (q *qp) send() {
+	t := &q.tx
+	for !t.flushing && t.state == halfOpen {
+		if t.batch.unsent == 0 && !q.fill() {
+			break
+		}
+		if err := q.write(); err == unix.EAGAIN {
+			t.full++
+			t.flushing = true
+			if t.flushFn == nil {
+				t.flushFn = q.flush
+			}
+			go t.flushFn()
+		} else if err != nil {
+			q.flushSends()
+		}
+	}
+}
+
+// write hands the batch to the socket, once, and completes what went out.
+func (q *qp) write() error {
+	b := &q.tx.batch
+	n, err := retry(func() (int, error) { return unix.Writev(q.fd, b.iov[b.at:b.n]) })
+	if err != nil {
+		return err
+	}
+	b.unsent -= n
+	for n > 0 {
+		if k := len(b.iov[b.at]); k <= n {
+			n -= k
+			b.iov[b.at] = nil
+			b.at++
+		} else {
+			b.iov[b.at] = b.iov[b.at][n:]
+			break
+		}
+	}
+	i := 0
+	for ; i < b.ndone && b.unsent <= b.done[i].unsent; i++ {
+		d := &b.done[i]
+		if d.own != nil {
+			pool.Put(d.own)
+			d.own = nil
+		}
+		if d.signaled {
+			q.cq.push(verbs.WC{WRID: d.wrid, Op: verbs.OpSend}, false)
+		}
+	}
+	b.ndone = copy(b.done[:], b.done[i:b.ndone])
+	if b.unsent == 0 {
+		b.reset()
+		return nil
+	}
+	return unix.EAGAIN
+}
+
+func (b *batch) reset() {
+	if b.scratch != nil {
+		pool.Put(b.scratch)
+	}
+	clear(b.iov[:])
+	b.at, b.n, b.unsent, b.framed, b.from, b.ndone, b.inline, b.scratch = 0, 0, 0, 0, 0, 0, false, nil
+}
+
+// fill cuts as many FPDUs from the queue as the batch has room for.
+func (q *qp) fill() bool {
+	t := &q.tx
+	b := &t.batch
+	b.reset()
+	for t.n > 0 && b.ndone < maxFPDUs && b.framed+frameLen <= len(b.frame) {
+		e := &t.queue[t.head]
+		size, iovecs := q.segment(e)
+		if b.n+iovecs+1 > maxIovecs { // the last is for the frame at the end
+			break
+		}
+		q.cutFPDU(e, size)
+		if t.cut.sent == e.size {
+			b.done[b.ndone] = sent{unsent: b.unsent + b.framed - b.from, wrid: e.wrid, signaled: e.signaled, own: e.own}
+			b.ndone++
+			q.dequeue()
+			t.msn++
+		}
+	}
+	b.addFrame()
+	for i := range b.ndone { // from bytes before to bytes after the message's end
+		b.done[i].unsent = b.unsent - b.done[i].unsent
+	}
+	return b.unsent > 0
+}
+
+// segment returns the size of the next FPDU's payload and how many iovecs it
+// takes. Entries at its front that fit into the frame take none; a gather list
+// of very many entries makes the FPDU shorter.
+func (q *qp) segment(e *sendWR) (size, iovecs int) {
+	off := q.tx.cut.off
+	for i := q.tx.cut.sge; i < len(e.sgl) && size < q.maxPayload; i++ {
+		n := min(len(e.sgl[i].Data)-off, q.maxPayload-size)
+		off = 0
+		if size+n > smallSGE && n > 0 {
+			take := 1
+			if iovecs == 0 {
+				take = 2 // the frame so far goes first
+			}
+			if iovecs+take >= maxIovecs {
+				break
+			}
+			iovecs += take
+		}
+		size += n
+	}
+	return size, iovecs
+}
+
+// cutFPDU adds the next FPDU of e to the batch.
+func (q *qp) cutFPDU(e *sendWR, size int) {
+	t := &q.tx
+	b := &t.batch
+	ulpdu := wire.UntaggedHeaderLen + size
+	h := b.frame[b.framed : b.framed+wire.FPDUHeaderLen+wire.UntaggedHeaderLen]
+	b.framed += len(h)
+	op := wire.OpSend
+	if e.solicit {
+		op = wire.OpSendSolicited
+	}
+	wire.PutFPDUHeader(h, ulpdu)
+	wire.UntaggedHeader{
+		Last: t.cut.sent+size == e.size, Opcode: op, QN: wire.QueueSend, MSN: t.msn, MO: uint32(t.cut.sent),
+	}.Put(h[wire.FPDUHeaderLen:])
+	sum := uint32(0)
+	if q.crc {
+		sum = wire.UpdateCRC(0, h)
+	}
+	for done := 0; done < size; {
+		data := e.sgl[t.cut.sge].Data[t.cut.off:]
+		data = data[:min(len(data), size-done)]
+		done += len(data)
+		t.cut.off += len(data)
+		if t.cut.off == len(e.sgl[t.cut.sge].Data) {
+			t.cut.sge, t.cut.off = t.cut.sge+1, 0
+		}
+		if q.crc {
+			sum = wire.UpdateCRC(sum, data)
+		}
+		if done <= smallSGE {
+			b.framed += copy(b.frame[b.framed:], data)
+			continue
+		}
+		b.addFrame()
+		b.add(data)
+		b.inline = b.inline || e.inline
+	}
+	t.cut.sent += size
+	b.framed += wire.PutTrailer(b.frame[b.framed:], ulpdu, q.crc, sum)
+}
+
+func (b *batch) add(p []byte) {
+	if len(p) > 0 {
+		b.iov[b.n] = p
+		b.n++
+		b.unsent += len(p)
+	}
+}
+
+// addFrame adds the frame bytes that no iovec covers yet.
+func (b *batch) addFrame() {
+	b.add(b.frame[b.from:b.framed])
+	b.from = b.framed
+}
+
+// dequeue removes the oldest request, which is wholly cut.
+func (q *qp) dequeue() {
+	t := &q.tx
+	e := &t.queue[t.head]
+	clear(e.sgl)
+	e.own = nil
+	t.head = (t.head + 1) % len(t.queue)
+	t.n--
+	t.cut = cursor{}
+}
+
+// disown makes sure that nothing unsent is memory of PostSend's caller: it
+// copies what has begun to go out and small messages, and gives large messages
+// back. It returns how many it gave back, always the last ones.
+func (q *qp) disown() (back int) {
+	t := &q.tx
+	if !t.flushing {
+		return 0
+	}
+	if t.batch.inline {
+		t.batch.copyOut()
+	}
+	for k := range t.n {
+		e := &t.queue[(t.head+k)%len(t.queue)]
+		if !e.inline {
+			continue
+		}
+		begun := k == 0 && t.cut.sent > 0
+		if !begun && e.size > smallSend {
+			back = t.n - k
+			t.n = k
+			return back
+		}
+		t.own(e, begun)
+	}
+	return 0
+}
+
+// own copies what is still to be cut of e into a buffer of ours.
+func (t *txState) own(e *sendWR, begun bool) {
+	from := cursor{}
+	if begun {
+		from = t.cut
+		t.cut.sge, t.cut.off = 0, 0
+	}
+	e.own = pool.Get(e.size - from.sent)
+	n := 0
+	for i := from.sge; i < len(e.sgl); i++ {
+		n += copy(e.own[n:], e.sgl[i].Data[from.off:])
+		from.off = 0
+	}
+	e.sgl = append(e.sgl[:0], verbs.SGE{Data: e.own})
+	e.inline = false
+}
+
+// copyOut moves the batch's unsent bytes into a buffer of ours.
+func (b *batch) copyOut() {
+	buf := pool.Get(b.unsent)
+	n := 0
+	for _, p := range b.iov[b.at:b.n] {
+		n += copy(buf[n:], p)
+	}
+	clear(b.iov[:])
+	b.iov[0] = buf
+	b.at, b.n, b.scratch, b.inline = 0, 1, buf, false
+}
+
+// flush is the flusher: it writes whenever the socket has room, until the queue
+// is empty or the connection ends.
+func (q *qp) flush() {
+	err := q.raw.Write(func(uintptr) bool {
+		q.tx.mu.Lock()
+		defer q.tx.mu.Unlock()
+		return q.flushed()
+	})
+	q.tx.mu.Lock()
+	q.tx.flushing = false
+	if err != nil {
+		q.flushSends()
+	}
+	q.tx.mu.Unlock()
+	q.cq.kick()
+}
+
+// flushed writes what the socket takes and reports whether that was the end.
+func (q *qp) flushed() bool {
+	t := &q.tx
+	for t.state == halfOpen {
+		if t.batch.unsent == 0 && !q.fill() {
+			return true
+		}
+		if err := q.write(); err == unix.EAGAIN {
+			return false
+		} else if err != nil {
+			q.flushSends()
+		}
+	}
+	return true
+}
+
+// flushSends ends the send side: each request not wholly sent completes, in
+// error.
+func (q *qp) flushSends() {
+	t := &q.tx
+	t.state = halfDead
+	b := &t.batch
+	for i := range b.ndone {
+		q.flushSend(b.done[i].wrid, b.done[i].own)
+	}
+	b.reset()
+	for t.n > 0 {
+		e := &t.queue[t.head]
+		q.flushSend(e.wrid, e.own)
+		q.dequeue()
+	}
+}
+
+func (q *qp) flushSend(wrid uint64, own []byte) {
+	if own != nil {
+		pool.Put(own)
+	}
+	q.cq.push(verbs.WC{WRID: wrid, Op: verbs.OpSend, Status: verbs.StatusWRFlushErr}, false)
+}

@@ -1,0 +1,268 @@
+// Package verbs is the interface that an RDMA provider implements, and all that
+// packages cm and qp know of one. Its terms and rules are those of librdmacm and
+// libibverbs; where a method names a manual page, the page is the contract.
+//
+// A provider moves work requests and reports events. Accounting, busy checks,
+// typed errors and waiting with a context are done once, in qp and cm, and a
+// provider may rely on them: it is never asked to destroy what is in use.
+package verbs
+
+import (
+	"log/slog"
+	"net"
+	"net/netip"
+	"os"
+	"time"
+)
+
+// Provider is one way to do RDMA: a kernel device, or software.
+type Provider interface {
+	// Name is the name users choose it by, such as "iwarp".
+	Name() string
+	// NewEventChannel is rdma_create_event_channel(3).
+	NewEventChannel() (EventChannel, error)
+}
+
+// EventChannel is an rdma_event_channel. Its methods may be called concurrently.
+type EventChannel interface {
+	// File is the channel's descriptor: non-blocking, registered with the
+	// runtime's netpoller, readable while an event waits. The channel owns it.
+	File() *os.File
+	// NewID is rdma_create_id(3) in port space RDMA_PS_TCP.
+	NewID() (ID, error)
+	// GetEvent is rdma_get_cm_event(3) on a non-blocking channel: it returns
+	// EAGAIN when no event waits.
+	GetEvent() (*Event, error)
+	// AckEvent is rdma_ack_cm_event(3).
+	AckEvent(*Event) error
+	// Close is rdma_destroy_event_channel(3).
+	Close() error
+}
+
+// ID is an rdma_cm_id. The asynchronous methods return once the operation has
+// begun; its result is an Event. Destroy cancels what has begun.
+type ID interface {
+	Bind(netip.AddrPort) error                                        // rdma_bind_addr(3)
+	Listen(backlog int) error                                         // rdma_listen(3)
+	ResolveAddr(src, dst netip.AddrPort, timeout time.Duration) error // rdma_resolve_addr(3), asynchronous
+	ResolveRoute(timeout time.Duration) error                         // rdma_resolve_route(3), asynchronous
+	CreateQP(pd PD, cq CQ, want QPCap) (QP, error)                    // rdma_create_qp(3)
+	Connect(ConnParam) error                                          // rdma_connect(3), asynchronous
+	Accept(ConnParam) error                                           // rdma_accept(3), asynchronous
+	Reject(privateData []byte) error                                  // rdma_reject(3)
+	Disconnect() error                                                // rdma_disconnect(3)
+	Migrate(EventChannel) error                                       // rdma_migrate_id(3)
+	Destroy() error                                                   // rdma_destroy_id(3)
+	LocalAddr() netip.AddrPort                                        // rdma_get_local_addr(3)
+	RemoteAddr() netip.AddrPort                                       // rdma_get_peer_addr(3)
+	// Device is nil until the id is bound to one: after EventAddrResolved, or
+	// for an id that came with EventConnectRequest.
+	Device() Device
+	// SetKeepAlive sets how the provider proves that an idle peer is alive.
+	SetKeepAlive(net.KeepAliveConfig) error
+	// SetLogger names where a listening id reports peers that it turned away.
+	SetLogger(*slog.Logger)
+	// SetAFOnly is RDMA_OPTION_ID_AFONLY of rdma_set_option(3): a listener on the
+	// IPv6 wildcard takes no IPv4.
+	SetAFOnly(bool) error
+}
+
+// Device is an ibv_context: one adapter, or a software stand-in. Devices are
+// comparable: the same adapter is the same value.
+type Device interface {
+	Name() string
+	Attr() DeviceAttr
+	AllocPD() (PD, error)
+	// CreateCQ makes a completion queue of at least depth entries with a
+	// completion channel of its own. It serves one QP.
+	CreateCQ(depth int) (CQ, error)
+}
+
+// DeviceAttr holds the limits of a device that its users must respect, as
+// ibv_query_device(3) reports them.
+type DeviceAttr struct {
+	MaxQPWR   int // work requests in one queue
+	MaxSGE    int // scatter/gather entries of one send
+	MaxCQE    int // entries of one completion queue
+	MaxInline int // bytes of a send that may come from unregistered memory
+}
+
+// PD is a protection domain, ibv_alloc_pd(3).
+type PD interface {
+	RegMR(b []byte, access Access) (MR, error)
+	Dealloc() error
+}
+
+// Access is a set of the access flags of ibv_reg_mr(3).
+type Access uint32
+
+// Access flags, with the values of enum ibv_access_flags.
+const (
+	AccessLocalWrite  Access = 1 << 0
+	AccessRemoteWrite Access = 1 << 1
+	AccessRemoteRead  Access = 1 << 2
+)
+
+// MR is a memory region, ibv_reg_mr(3).
+type MR interface {
+	LKey() uint32
+	Access() Access
+	Dereg() error
+}
+
+// CQ is a completion queue with its completion channel. Poll and Arm may be
+// called by anyone at any time; Wait by one goroutine at a time.
+type CQ interface {
+	// Poll is ibv_poll_cq(3): it never blocks, and in software providers is
+	// also what makes progress.
+	Poll(wc []WC) (int, error)
+	// Arm is ibv_req_notify_cq(3): the next completion (of a solicited
+	// message, or an error, if solicitedOnly) ends a Wait. Poll again after it.
+	Arm(solicitedOnly bool) error
+	// Wait parks the goroutine until an armed CQ has a completion, until Wake,
+	// or spuriously. It acks the completion events it takes.
+	Wait() error
+	// Wake ends the Wait in progress, or else the next one.
+	Wake()
+	Destroy() error
+}
+
+// QPCap is what a queue pair can hold, ibv_qp_cap.
+type QPCap struct {
+	SendWR    int // depth of the send queue
+	RecvWR    int // depth of the receive queue
+	SendSGE   int // entries in a send's gather list
+	MaxInline int // bytes of a send taken from unregistered memory before PostSend returns
+}
+
+// QP is a reliable-connected queue pair. PostSend and PostRecv may run
+// concurrently with each other, but not with themselves.
+type QP interface {
+	Num() uint32
+	// Cap is what CreateQP granted, at least what was wanted except for
+	// MaxInline, which is the provider's own.
+	Cap() QPCap
+	// PostSend is ibv_post_send(3). It takes the first n requests; err says
+	// why the next was not taken. Memory of a request marked Inline is the
+	// caller's again when PostSend returns.
+	PostSend(wr []SendWR) (n int, err error)
+	// PostRecv is ibv_post_recv(3).
+	PostRecv(wr []RecvWR) (n int, err error)
+	// SetError is ibv_modify_qp(3) to IBV_QPS_ERR: posted work is flushed. On a
+	// live connection it is an abort.
+	SetError() error
+	Destroy() error
+}
+
+// SGE is a scatter/gather entry. LKey is ignored in a request marked Inline.
+type SGE struct {
+	Data []byte
+	LKey uint32
+}
+
+// SendWR is a SEND work request. WRID must be unique among the requests
+// outstanding on the queue.
+type SendWR struct {
+	WRID      uint64
+	SGL       []SGE
+	Signaled  bool // report success; failures are always reported
+	Solicited bool // wake a receiver that armed for solicited completions
+	Inline    bool
+}
+
+// RecvWR is a receive work request with room for one message.
+type RecvWR struct {
+	WRID uint64
+	SGE  SGE
+}
+
+// WC is a work completion, ibv_wc.
+type WC struct {
+	WRID      uint64
+	Op        Op
+	Status    Status
+	ByteLen   int    // received bytes, for a receive that succeeded
+	VendorErr uint32 // the device's own code for a bad status
+}
+
+// Op says which queue a completion belongs to.
+type Op uint8
+
+// Completion kinds.
+const (
+	OpSend Op = iota
+	OpRecv
+)
+
+func (o Op) String() string {
+	if o == OpSend {
+		return "send"
+	}
+	return "recv"
+}
+
+// ConnParam is what rdma_connect(3) and rdma_accept(3) are told.
+type ConnParam struct {
+	PrivateData []byte // at most MaxPrivateData bytes
+
+	ResponderResources uint8 // inbound RDMA READs; streams use none
+	InitiatorDepth     uint8 // outbound RDMA READs; streams use none
+	RetryCount         uint8 // transport retries, 0 to 7
+	RNRRetryCount      uint8 // receiver-not-ready retries, 0 to 7; 7 is for ever
+
+	CRC         bool  // iWARP in software: ask for a CRC32C in each FPDU (RFC 5044)
+	MPARevision uint8 // iWARP in software: 1 (RFC 5044) or 2 (RFC 6581); 0 means 2
+}
+
+// MaxPrivateData is the most private data that every link layer carries:
+// InfiniBand's 56 bytes.
+const MaxPrivateData = 56
+
+// EventType is an rdma_cm_event_type, with the values of librdmacm.
+type EventType int
+
+// The events of rdma_get_cm_event(3).
+const (
+	EventAddrResolved EventType = iota
+	EventAddrError
+	EventRouteResolved
+	EventRouteError
+	EventConnectRequest
+	EventConnectResponse
+	EventConnectError
+	EventUnreachable
+	EventRejected
+	EventEstablished
+	EventDisconnected
+	EventDeviceRemoval
+	EventMulticastJoin
+	EventMulticastError
+	EventAddrChange
+	EventTimewaitExit
+)
+
+var eventNames = [...]string{
+	"ADDR_RESOLVED", "ADDR_ERROR", "ROUTE_RESOLVED", "ROUTE_ERROR", "CONNECT_REQUEST",
+	"CONNECT_RESPONSE", "CONNECT_ERROR", "UNREACHABLE", "REJECTED", "ESTABLISHED",
+	"DISCONNECTED", "DEVICE_REMOVAL", "MULTICAST_JOIN", "MULTICAST_ERROR", "ADDR_CHANGE",
+	"TIMEWAIT_EXIT",
+}
+
+// String returns the event's name in librdmacm, without RDMA_CM_EVENT_.
+func (t EventType) String() string {
+	if t >= 0 && int(t) < len(eventNames) {
+		return eventNames[t]
+	}
+	return "UNKNOWN"
+}
+
+// Event is an rdma_cm_event. PrivateData is a copy.
+type Event struct {
+	Type     EventType
+	ID       ID // for EventConnectRequest the new id
+	Listener ID // for EventConnectRequest the listening id
+	// Err says why, for events that report a failure or a connection's
+	// unorderly end; errors.As finds a syscall.Errno in it.
+	Err         error
+	PrivateData []byte
+}
