@@ -1,0 +1,6 @@
+package cm
+
+import (
+	// The built-in providers register themselves with internal/verbs.
+	_ "github.com/rdmanet/rdmanet/internal/iwarp"
+)

@@ -1,0 +1,6 @@
+//go:build !linux
+
+package qp
+
+// adviseHuge does nothing: only Linux takes the advice.
+func adviseHuge([]byte) {}

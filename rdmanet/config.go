@@ -1,0 +1,150 @@
+package rdmanet
+
+import (
+	"fmt"
+	"log/slog"
+	"net"
+	"os"
+	"slices"
+	"syscall"
+	"time"
+
+	"github.com/rdmanet/rdmanet/cm"
+	"github.com/rdmanet/rdmanet/qp"
+)
+
+// Provider names a way to do RDMA.
+type Provider string
+
+// The providers. The environment variable RDMANET_PROVIDER takes the same names
+// and is used where Config leaves the choice open.
+const (
+	ProviderAuto  Provider = "auto"  // the best there is
+	ProviderIWARP Provider = "iwarp" // in software, iWARP over TCP: always there
+)
+
+// Defaults of Config.
+const (
+	DefaultBufferSize    = 32 << 10
+	DefaultRecvDepth     = 16
+	DefaultSendDepth     = 8
+	DefaultMaxRegistered = 4 << 30
+	DefaultLinger        = 5 * time.Second
+)
+
+// Config holds what a Dialer and a ListenConfig have in common. The zero value
+// works. It is checked when it is used; a value out of bounds is an error that
+// names it.
+type Config struct {
+	// Provider chooses the provider; empty means RDMANET_PROVIDER, or auto.
+	Provider Provider
+
+	// BufferSize is the payload of a registered buffer, and so of a frame, in
+	// bytes: 1 KiB to 1 MiB; 0 means 32 KiB. The two sides may differ.
+	BufferSize int
+	// RecvDepth is how many buffers are posted for the peer's data: 1 to 4096;
+	// 0 means 16. BufferSize times RecvDepth is the window: what the peer may
+	// send before this side reads. Four more are posted for control frames.
+	RecvDepth int
+	// SendDepth is how many data frames may be on their way out: 1 to 4096; 0
+	// means 8.
+	SendDepth int
+	// MaxRegistered bounds the registered memory, in bytes, of all connections
+	// of one device and BufferSize: 0 means 4 GiB. A connection of the default
+	// sizes takes less than 1 MiB, when it is made.
+	MaxRegistered int64
+
+	// Spin is for how long a blocked Read or Write polls at most before it
+	// parks, while waits have been that short of late: 0 means the provider's
+	// default, negative never.
+	Spin time.Duration
+	// Linger bounds how long Close takes to send what was written and to end the
+	// connection in order: 0 means 5 s, negative that Close aborts the
+	// connection. SetLinger changes it for a connection.
+	Linger time.Duration
+	// KeepAlive is how an idle peer is proved alive, by its host, not its
+	// application. The zero value means on, with net's defaults (after 15 s, 9
+	// probes 15 s apart); a negative Idle turns it off.
+	KeepAlive net.KeepAliveConfig
+
+	// CRC asks for a CRC32C in each FPDU, in the provider iwarp. It is used if
+	// either side asks. Devices have checksums of their own.
+	CRC bool
+
+	// Logger gets connections at debug level, and peers that were turned away
+	// at info level. Nil means no log.
+	Logger *slog.Logger
+}
+
+// resolve checks c and fills in the defaults.
+func (c Config) resolve() (Config, error) {
+	for _, f := range []struct {
+		name     string
+		value    *int
+		def      int
+		min, max int
+	}{
+		{"BufferSize", &c.BufferSize, DefaultBufferSize, minBufferSize, maxBufferSize},
+		{"RecvDepth", &c.RecvDepth, DefaultRecvDepth, 1, maxSlots},
+		{"SendDepth", &c.SendDepth, DefaultSendDepth, 1, maxSlots},
+	} {
+		if *f.value == 0 {
+			*f.value = f.def
+		}
+		if *f.value < f.min || *f.value > f.max {
+			return c, fmt.Errorf("Config.%s is %d, must be %d to %d: %w", f.name, *f.value, f.min, f.max, syscall.EINVAL)
+		}
+	}
+	if c.MaxRegistered == 0 {
+		c.MaxRegistered = DefaultMaxRegistered
+	}
+	if need := int64(c.receives()+c.SendDepth) * int64(c.BufferSize+headerLen); c.MaxRegistered < need {
+		return c, fmt.Errorf("Config.MaxRegistered is %d bytes, and one connection of this BufferSize and depths takes %d: %w",
+			c.MaxRegistered, need, syscall.EINVAL)
+	}
+	if c.Linger == 0 {
+		c.Linger = DefaultLinger
+	}
+	if c.KeepAlive == (net.KeepAliveConfig{}) {
+		c.KeepAlive.Enable = true
+	}
+	if c.KeepAlive.Idle < 0 {
+		c.KeepAlive = net.KeepAliveConfig{}
+	}
+	if c.Logger == nil {
+		c.Logger = slog.New(slog.DiscardHandler)
+	}
+	return c.resolveProvider()
+}
+
+func (c Config) resolveProvider() (Config, error) {
+	from := "Config.Provider"
+	if c.Provider == "" {
+		c.Provider, from = Provider(os.Getenv("RDMANET_PROVIDER")), "RDMANET_PROVIDER"
+	}
+	if c.Provider == "" || c.Provider == ProviderAuto {
+		c.Provider = ProviderIWARP
+	}
+	if known := cm.Providers(); !slices.Contains(known, string(c.Provider)) {
+		return c, fmt.Errorf("%s is %q, must be one of %v or auto: %w", from, c.Provider, known, syscall.ENODEV)
+	}
+	return c, nil
+}
+
+// receives is how many receives a connection posts.
+func (c Config) receives() int { return c.RecvDepth + controlSlots }
+
+// sends is the depth of the send queue.
+func (c Config) sends() int { return c.SendDepth + controlSlots }
+
+func (c Config) greeting() greeting {
+	return greeting{version: protocolVersion, oldest: oldestVersion, recvSize: headerLen + c.BufferSize, dataSlots: c.RecvDepth}
+}
+
+func (c Config) connParam(private []byte) cm.ConnParam {
+	return cm.ConnParam{PrivateData: private, RetryCount: 7, RNRRetryCount: 7, CRC: c.CRC}
+}
+
+func (c Config) poolConfig() qp.PoolConfig {
+	return qp.PoolConfig{BlockSize: c.BufferSize, Headroom: headerLen, MaxBytes: c.MaxRegistered}
+}

@@ -1,0 +1,228 @@
+package rdmanet
+
+import (
+	"log/slog"
+	"net"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/rdmanet/rdmanet/cm"
+	"github.com/rdmanet/rdmanet/qp"
+)
+
+// Conn is a stream over one queue pair. It is made by Dial and Accept.
+//
+// Any number of goroutines may call any method at any time. Reads take turns,
+// and so do writes; the bytes of one Write are never mixed with another's.
+//
+// A Read or Write that blocks is ended by data or room for it, its deadline
+// (also one set meanwhile), Close, the peer's reset, and the loss of the peer.
+type Conn struct {
+	cfg           Config
+	id            *cm.ID
+	cq            *qp.CQ
+	qp            *qp.QP
+	arena         *arena
+	local, remote *Addr
+	peer          greeting
+	accepted      bool // by a Listener; else dialed
+	cmEvents      chan *cm.Event
+
+	// Lock order: readMu or writeMu → postMu → tx.mu, pollMu → mu. Neither
+	// readMu nor writeMu is held while the other is taken, except by Close,
+	// which takes readMu first. No lock but these two is held while waiting.
+	readMu  sync.Mutex // one Read at a time
+	writeMu sync.Mutex // one Write at a time
+	postMu  sync.Mutex // the order of frames on the send queue
+	pollMu  sync.Mutex // the order of completions
+	mu      sync.Mutex // the state below
+
+	flow   flow
+	rx     rxState
+	tx     txState
+	wait   waitState
+	stats  counters
+	linger atomic.Int64 // time.Duration; negative aborts
+
+	closed   atomic.Bool
+	done     chan struct{} // closed by Close: its first step
+	released chan struct{} // closed when Close is through
+}
+
+var _ net.Conn = (*Conn)(nil)
+
+// newConn makes the shell of a connection around an id, which reports to it.
+func newConn(cfg Config, id *cm.ID) *Conn {
+	c := &Conn{cfg: cfg, id: id, cmEvents: make(chan *cm.Event, 8), done: make(chan struct{}), released: make(chan struct{})}
+	c.linger.Store(int64(cfg.Linger))
+	c.tx.flushFn = c.flusher
+	c.rx.releaseFn = c.bufferReleased
+	c.wait.init(c)
+	id.SetContext(c)
+	return c
+}
+
+// handleEvent is called by the event loop. During set-up somebody waits for the
+// events; afterwards only the end matters.
+func (c *Conn) handleEvent(ev *cm.Event) {
+	if ev.Type == cm.EventDisconnected || ev.Type == cm.EventDeviceRemoval {
+		c.disconnected(ev)
+	}
+	select {
+	case c.cmEvents <- ev:
+	default: // nobody waits for so many
+	}
+}
+
+// open makes the queue pair, with all receives posted.
+func (c *Conn) open() error {
+	dev, _ := c.id.Device()
+	var err error
+	if c.arena, err = acquireArena(dev, c.cfg.poolConfig()); err != nil {
+		return err
+	}
+	if c.cq, err = dev.NewCQ(c.cfg.receives() + c.cfg.sends()); err != nil {
+		return err
+	}
+	c.qp, err = c.id.CreateQP(c.arena.pd, c.cq, qp.Cap{
+		SendWR: c.cfg.sends(), RecvWR: c.cfg.receives(), SendSGE: min(sendSGE, dev.Attr().MaxSGE), MaxInline: headerLen,
+	})
+	if err != nil {
+		return err
+	}
+	if err := c.initSends(); err != nil {
+		return err
+	}
+	return c.initReceives()
+}
+
+// established notes what the peer announced.
+func (c *Conn) established(peer greeting) {
+	c.local, c.remote = &Addr{c.id.LocalAddr()}, &Addr{c.id.RemoteAddr()}
+	c.mu.Lock()
+	c.peer = peer
+	c.tx.frameMax = min(peer.recvSize-headerLen, c.cfg.BufferSize)
+	c.flow.init(peer.dataSlots, c.cfg.RecvDepth)
+	c.mu.Unlock()
+	_ = c.id.SetKeepAlive(c.cfg.KeepAlive) // a refused option is no reason to refuse a connection
+	c.cfg.Logger.Debug("rdma: connected", "provider", c.Provider(), "local", c.local.String(), "remote", c.remote.String(),
+		"accepted", c.accepted, "version", peer.version)
+}
+
+// LocalAddr returns the local address, an *Addr.
+func (c *Conn) LocalAddr() net.Addr { return c.local }
+
+// RemoteAddr returns the peer's address, an *Addr.
+func (c *Conn) RemoteAddr() net.Addr { return c.remote }
+
+// Provider returns the provider that carries the connection.
+func (c *Conn) Provider() Provider { return Provider(c.id.Channel().Provider()) }
+
+// SetDeadline sets the read and the write deadline.
+func (c *Conn) SetDeadline(t time.Time) error {
+	if err := c.SetReadDeadline(t); err != nil {
+		return err
+	}
+	return c.SetWriteDeadline(t)
+}
+
+// SetReadDeadline limits blocked and future reads: after t they fail with
+// os.ErrDeadlineExceeded. The zero time means no limit. The connection stays
+// usable, and nothing received is lost.
+func (c *Conn) SetReadDeadline(t time.Time) error { return c.setDeadline(c.wait.read.deadline, t) }
+
+// SetWriteDeadline limits blocked and future writes likewise. A write that
+// fails may have sent a part, which it returns.
+func (c *Conn) SetWriteDeadline(t time.Time) error { return c.setDeadline(c.wait.write.deadline, t) }
+
+func (c *Conn) setDeadline(d *deadline, t time.Time) error {
+	if c.closed.Load() {
+		return opError(opSet, c.local, c.remote, net.ErrClosed)
+	}
+	d.set(t)
+	return nil
+}
+
+// SetLinger says what Close does about data that is still on its way out: with
+// sec < 0 it takes up to Config.Linger to send it; with sec == 0 it discards it
+// and resets the connection; with sec > 0 it takes up to sec seconds.
+func (c *Conn) SetLinger(sec int) error {
+	d := time.Duration(sec) * time.Second
+	switch {
+	case sec == 0:
+		d = -1
+	case sec < 0:
+		d = c.cfg.Linger
+	}
+	c.linger.Store(int64(d))
+	return c.checkOpen()
+}
+
+// SetNoDelay with false lets every small write wait for the next, for a moment;
+// with true, the default, only those that follow another closely.
+func (c *Conn) SetNoDelay(noDelay bool) error {
+	c.tx.delay.Store(!noDelay)
+	return c.checkOpen()
+}
+
+// SetKeepAlive turns keepalive on, with net's defaults, or off.
+func (c *Conn) SetKeepAlive(on bool) error {
+	return c.SetKeepAliveConfig(net.KeepAliveConfig{Enable: on})
+}
+
+// SetKeepAlivePeriod sets the idle time and the interval between probes.
+func (c *Conn) SetKeepAlivePeriod(d time.Duration) error {
+	return c.SetKeepAliveConfig(net.KeepAliveConfig{Enable: true, Idle: d, Interval: d})
+}
+
+// SetKeepAliveConfig sets how the peer's host is proved alive while nothing is
+// sent. A host that does not answer ends the connection with ETIMEDOUT.
+func (c *Conn) SetKeepAliveConfig(k net.KeepAliveConfig) error {
+	if err := c.checkOpen(); err != nil {
+		return err
+	}
+	return opError(opSet, c.local, c.remote, c.id.SetKeepAlive(k))
+}
+
+// SetReadBuffer changes nothing: the receives were posted before the connection
+// was made. Their number and size are Config.RecvDepth and Config.BufferSize.
+func (c *Conn) SetReadBuffer(bytes int) error { return c.checkOpen() }
+
+// SetWriteBuffer changes nothing: what a Write may leave behind on its way out is
+// Config.SendDepth frames of the peer's buffer size.
+func (c *Conn) SetWriteBuffer(bytes int) error { return c.checkOpen() }
+
+func (c *Conn) checkOpen() error {
+	if c.closed.Load() {
+		return opError(opSet, c.local, c.remote, net.ErrClosed)
+	}
+	return nil
+}
+
+func (c *Conn) log() *slog.Logger { return c.cfg.Logger }
+
+// Stats are counts over the life of a connection.
+type Stats struct {
+	BytesRead, BytesWritten       uint64 // payload that passed Read and Write
+	FramesReceived, FramesSent    uint64 // SENDs, control frames included
+	CreditsReceived, CreditFrames uint64 // credits the peer returned; CREDIT frames sent
+	Parks, SpinHits               uint64 // waits that parked; that ended while spinning
+	WriteStalls                   uint64 // writes that waited for the peer or the send queue
+}
+
+type counters struct {
+	bytesRead, bytesWritten, framesReceived, framesSent atomic.Uint64
+	creditsReceived, creditFrames, parks, spins, stalls atomic.Uint64
+}
+
+// Stats returns the connection's counts.
+func (c *Conn) Stats() Stats {
+	s := &c.stats
+	return Stats{
+		BytesRead: s.bytesRead.Load(), BytesWritten: s.bytesWritten.Load(),
+		FramesReceived: s.framesReceived.Load(), FramesSent: s.framesSent.Load(),
+		CreditsReceived: s.creditsReceived.Load(), CreditFrames: s.creditFrames.Load(),
+		Parks: s.parks.Load(), SpinHits: s.spins.Load(), WriteStalls: s.stalls.Load(),
+	}
+}

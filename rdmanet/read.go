@@ -1,0 +1,404 @@
+package rdmanet
+
+import (
+	"io"
+	"net"
+	"os"
+	"syscall"
+	"time"
+
+	"github.com/rdmanet/rdmanet/cm"
+	"github.com/rdmanet/rdmanet/qp"
+)
+
+// Buffer is a block of registered memory, for reading and writing without a
+// copy. See Conn.ReadBuffer and Conn.NewBuffer.
+type Buffer = qp.Buffer
+
+// rxState is the receive side. Each posted receive is a slot; its number is the
+// work request's id. Conn.mu guards it, except that the frame at the head of the
+// queue is the reader's, who holds readMu.
+type rxState struct {
+	slots   []*qp.Buffer
+	lent    []bool     // by slot: a caller of ReadBuffer holds it
+	queue   []received // ring of DATA frames that were not read
+	head, n int
+	control []uint64 // slots of control frames, to be posted again; pollMu
+
+	err     error // why there is nothing more to come, once the queue is read
+	flushed bool  // the receives were flushed: the queue pair is in error
+	ended   bool  // the reason is known, or was waited for
+	gone    bool  // Close has taken the slots
+	discard bool  // CloseRead
+
+	releaseFn func(*qp.Buffer)
+	wr        [1]qp.RecvWR // of the reader, readMu
+}
+
+// received is a DATA frame, or what is left of it.
+type received struct {
+	slot   uint64
+	off, n int // the payload, in the slot's block
+}
+
+// flushGrace is how long a reader waits for the reason why the queue pair went
+// into error, which comes by way of the event channel.
+const flushGrace = time.Second
+
+// initReceives posts all receives. Nothing is connected yet.
+func (c *Conn) initReceives() error {
+	r := &c.rx
+	n := c.cfg.receives()
+	r.queue = make([]received, n)
+	r.lent = make([]bool, n)
+	wrs := make([]qp.RecvWR, 0, n)
+	for i := range n {
+		b, err := c.arena.pool.Get()
+		if err != nil {
+			return err
+		}
+		b.SetOwner(r.releaseFn)
+		r.slots = append(r.slots, b)
+		wrs = append(wrs, qp.RecvWR{WRID: uint64(i), SGE: b.BlockSGE()})
+	}
+	_, err := c.qp.PostRecv(wrs)
+	return err
+}
+
+// completed acts on one completion. c.mu is held.
+func (c *Conn) completed(wc *qp.WC) {
+	switch {
+	case wc.Op == qp.OpSend:
+		c.sent(wc)
+	case wc.Status == qp.StatusSuccess:
+		c.received(wc)
+	case wc.Status == qp.StatusWRFlushErr:
+		c.flushedRecv()
+	default:
+		c.fail(qp.StatusErr(*wc))
+		c.flushedRecv()
+	}
+}
+
+// received takes in a frame. c.mu is held.
+func (c *Conn) received(wc *qp.WC) {
+	r := &c.rx
+	c.stats.framesReceived.Add(1)
+	if r.err != nil && r.err != io.EOF {
+		return // the connection has failed; its receives are not posted again
+	}
+	h, err := parseHeader(r.slots[wc.WRID].Block()[:wc.ByteLen])
+	if err == nil {
+		err = c.flow.receive(h, c.accepted)
+	}
+	if err != nil {
+		c.log().Info("rdma: connection aborted", "remote", c.remote.String(), "err", err)
+		c.fail(err)
+		c.abort()
+		return
+	}
+	c.stats.creditsReceived.Add(uint64(h.credits))
+	if h.typ == frameData {
+		r.queue[(r.head+r.n)%len(r.queue)] = received{wc.WRID, headerLen, h.length}
+		r.n++
+		return
+	}
+	if h.typ == frameFin && r.err == nil {
+		r.err = io.EOF
+	}
+	r.control = append(r.control, wc.WRID)
+}
+
+// repostControl posts the receives of control frames again. pollMu is held.
+func (c *Conn) repostControl() {
+	for _, slot := range c.rx.control {
+		// A queue pair in error flushes it; one that is gone needs none.
+		_, _ = c.qp.PostRecv([]qp.RecvWR{{WRID: slot, SGE: c.rx.slots[slot].BlockSGE()}})
+	}
+	c.rx.control = c.rx.control[:0]
+}
+
+// flushedRecv notes that the queue pair is in error. The reason may still be on
+// its way. c.mu is held.
+func (c *Conn) flushedRecv() {
+	r := &c.rx
+	if r.flushed {
+		return
+	}
+	r.flushed = true
+	if r.err == nil && !r.ended {
+		time.AfterFunc(flushGrace, func() {
+			c.mu.Lock()
+			defer c.mu.Unlock()
+			c.fail(syscall.ECONNRESET)
+			c.wakeup(&c.wait.read)
+			c.wakeup(&c.wait.write)
+		})
+	}
+}
+
+// endReads sets why reads end, unless that is known. c.mu is held.
+func (c *Conn) endReads(err error) {
+	c.rx.ended = true
+	if c.rx.err == nil {
+		c.rx.err = err
+	}
+}
+
+// disconnected is called for the event that ends the connection.
+func (c *Conn) disconnected(ev *cm.Event) {
+	c.mu.Lock()
+	c.rx.ended = true
+	switch {
+	case ev.Type == cm.EventDeviceRemoval:
+		c.fail(syscall.ENODEV)
+	case ev.Err != nil:
+		c.fail(ev.Err)
+	default: // the peer closed in order: what it sent before can be read
+		c.failWrites(syscall.EPIPE)
+	}
+	c.mu.Unlock()
+	c.wakeup(&c.wait.read)
+	c.wakeup(&c.wait.write)
+}
+
+// canRead reports whether a read would not block.
+func (c *Conn) canRead() bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.rx.n > 0 || c.readEnd() != nil
+}
+
+// readEnd returns why there is nothing more to read. c.mu is held.
+func (c *Conn) readEnd() error {
+	r := &c.rx
+	switch {
+	case r.discard:
+		return io.EOF
+	case r.n > 0:
+		return nil
+	case r.err != nil:
+		return r.err
+	case r.flushed && r.ended: // ended without FIN
+		return syscall.ECONNRESET
+	}
+	return nil
+}
+
+// Read reads what has arrived, at least one byte, and blocks while there is
+// nothing. It costs one copy. After the peer's CloseWrite or Close, and once
+// everything is read, it returns io.EOF; if the peer ended without either,
+// ECONNRESET.
+func (c *Conn) Read(p []byte) (int, error) {
+	c.readMu.Lock()
+	defer c.readMu.Unlock()
+	if err := c.readCheck(); err != nil || len(p) == 0 {
+		return 0, opError(opRead, c.local, c.remote, err)
+	}
+	for {
+		if n := c.take(p); n > 0 {
+			c.stats.bytesRead.Add(uint64(n))
+			return n, nil
+		}
+		if err := c.waitRead(); err != nil {
+			return 0, opError(opRead, c.local, c.remote, err)
+		}
+	}
+}
+
+// readCheck returns why a read can't begin. readMu is held.
+func (c *Conn) readCheck() error {
+	if c.closed.Load() {
+		return net.ErrClosed
+	}
+	if c.wait.read.deadline.expired() {
+		return os.ErrDeadlineExceeded
+	}
+	return nil
+}
+
+// waitRead waits until there is something to read, or returns why there never
+// will be. readMu is held.
+func (c *Conn) waitRead() error {
+	c.mu.Lock()
+	err := c.readEnd()
+	c.mu.Unlock()
+	if err != nil {
+		return err
+	}
+	if err := c.flushOpen(); err != nil { // what we wait for may be the answer to it
+		return err
+	}
+	c.returnCredits(true)
+	return c.waitFor(&c.wait.read)
+}
+
+// take copies what has arrived. readMu is held.
+func (c *Conn) take(p []byte) int {
+	done := 0
+	for done < len(p) {
+		f, ok := c.first()
+		if !ok {
+			break
+		}
+		n := copy(p[done:], c.rx.slots[f.slot].Block()[f.off:f.off+f.n])
+		done += n
+		if n < f.n {
+			f.off, f.n = f.off+n, f.n-n
+			break
+		}
+		c.repost(c.pop())
+	}
+	if done > 0 {
+		c.tx.answers.Store(true)
+		c.returnCredits(false)
+	}
+	return done
+}
+
+// first returns the frame at the head of the queue. readMu is held, so that it
+// stays there.
+func (c *Conn) first() (*received, bool) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.rx.n == 0 || c.rx.discard {
+		return nil, false
+	}
+	return &c.rx.queue[c.rx.head], true
+}
+
+// pop removes the frame at the head of the queue and returns its slot.
+func (c *Conn) pop() uint64 {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	r := &c.rx
+	slot := r.queue[r.head].slot
+	r.head = (r.head + 1) % len(r.queue)
+	r.n--
+	return slot
+}
+
+// repost posts the receive of a DATA frame again, which is worth a credit.
+// readMu is held.
+func (c *Conn) repost(slot uint64) {
+	c.rx.wr[0] = qp.RecvWR{WRID: slot, SGE: c.rx.slots[slot].BlockSGE()}
+	if _, err := c.qp.PostRecv(c.rx.wr[:]); err != nil {
+		return // it is gone; so is the need for credits
+	}
+	c.mu.Lock()
+	c.flow.posted(1)
+	c.mu.Unlock()
+}
+
+// returnCredits tells the peer about receives that were posted again, if it is
+// time. waiting says that the reader has nothing else to do.
+func (c *Conn) returnCredits(waiting bool) {
+	c.mu.Lock()
+	due := c.flow.due(waiting)
+	c.mu.Unlock()
+	if due {
+		_ = c.sendControl(frameCredit, waiting) // a connection in error owes nothing
+	}
+}
+
+// ReadBuffer returns the next received frame's payload, or what is left of it, in
+// the registered block in which it arrived: no copy is made. It blocks and fails
+// as Read does.
+//
+// The caller owns the buffer until it calls Release, which it must. Until then the
+// block is missing from the window: a caller that holds Config.RecvDepth buffers
+// stalls the peer. A buffer may be released after Close.
+func (c *Conn) ReadBuffer() (*Buffer, error) {
+	c.readMu.Lock()
+	defer c.readMu.Unlock()
+	err := c.readCheck()
+	for err == nil {
+		if f, ok := c.first(); ok {
+			return c.lend(*f), nil
+		}
+		err = c.waitRead()
+	}
+	return nil, opError(opRead, c.local, c.remote, err)
+}
+
+// lend hands out the block of the frame at the head. readMu is held.
+func (c *Conn) lend(f received) *qp.Buffer {
+	b := c.rx.slots[f.slot]
+	b.SetWindow(f.off, f.n)
+	c.pop()
+	c.mu.Lock()
+	c.rx.lent[f.slot] = true
+	c.mu.Unlock()
+	c.arena.retain()
+	c.stats.bytesRead.Add(uint64(f.n))
+	b.Lend()
+	return b
+}
+
+// bufferReleased is called when the caller of ReadBuffer releases it.
+func (c *Conn) bufferReleased(b *qp.Buffer) {
+	c.mu.Lock()
+	gone := c.rx.gone
+	if !gone {
+		slot := c.slotOf(b)
+		c.rx.lent[slot] = false
+		if _, err := c.qp.PostRecv([]qp.RecvWR{{WRID: slot, SGE: b.BlockSGE()}}); err == nil {
+			c.flow.posted(1)
+		}
+	}
+	c.mu.Unlock()
+	if gone {
+		b.Free()
+	} else {
+		c.returnCredits(true)
+	}
+	_ = c.arena.release()
+}
+
+func (c *Conn) slotOf(b *qp.Buffer) uint64 {
+	for i, s := range c.rx.slots {
+		if s == b {
+			return uint64(i)
+		}
+	}
+	panic("rdmanet: a buffer of another connection")
+}
+
+// WriteTo writes what is read to w, from the received blocks themselves, until
+// io.EOF, which is success.
+func (c *Conn) WriteTo(w io.Writer) (int64, error) {
+	var done int64
+	for {
+		b, err := c.ReadBuffer()
+		if err == io.EOF {
+			return done, nil
+		}
+		if err != nil {
+			return done, err
+		}
+		n, err := w.Write(b.Bytes())
+		short := n < b.Len()
+		b.Release()
+		done += int64(n)
+		if err != nil {
+			return done, err
+		}
+		if short {
+			return done, io.ErrShortWrite
+		}
+	}
+}
+
+// CloseRead ends reading: Read returns io.EOF, now and for ever, and what has
+// arrived is discarded. The peer isn't told; as with TCP, once the window is full
+// its writes block.
+func (c *Conn) CloseRead() error {
+	if err := c.checkOpen(); err != nil {
+		return opError(opClose, c.local, c.remote, net.ErrClosed)
+	}
+	c.mu.Lock()
+	c.rx.discard = true
+	c.mu.Unlock()
+	c.wakeup(&c.wait.read)
+	return nil
+}

@@ -1,0 +1,149 @@
+package rdmanet
+
+import (
+	"context"
+	"errors"
+	"sync"
+
+	"github.com/rdmanet/rdmanet/cm"
+	"github.com/rdmanet/rdmanet/qp"
+)
+
+// What connections share, by reference count: the event channel of a provider,
+// and the protection domain and pool of a device. Both are made for the first
+// user and gone with the last.
+
+// eventLoop is a provider's event channel and the goroutine that hands its
+// events to their ids' contexts.
+type eventLoop struct {
+	ch   *cm.EventChannel
+	refs int
+	stop context.CancelFunc
+	done chan struct{}
+}
+
+// eventHandler is the context of an id. It must not block.
+type eventHandler interface{ handleEvent(*cm.Event) }
+
+var loops struct {
+	sync.Mutex
+	m map[Provider]*eventLoop
+}
+
+func acquireLoop(p Provider) (*eventLoop, error) {
+	loops.Lock()
+	defer loops.Unlock()
+	if l := loops.m[p]; l != nil {
+		l.refs++
+		return l, nil
+	}
+	ch, err := cm.NewEventChannel(string(p))
+	if err != nil {
+		return nil, err
+	}
+	ctx, stop := context.WithCancel(context.Background())
+	l := &eventLoop{ch: ch, refs: 1, stop: stop, done: make(chan struct{})}
+	if loops.m == nil {
+		loops.m = make(map[Provider]*eventLoop)
+	}
+	loops.m[p] = l
+	go l.run(ctx)
+	return l, nil
+}
+
+func (l *eventLoop) run(ctx context.Context) {
+	defer close(l.done)
+	for {
+		ev, err := l.ch.GetEvent(ctx)
+		if err != nil {
+			return
+		}
+		owner := ev.ID
+		if ev.Type == cm.EventConnectRequest {
+			owner = ev.Listener
+		}
+		ev.Ack() // its fields stay, and its id can be destroyed
+		if h, ok := owner.Context().(eventHandler); ok {
+			h.handleEvent(ev)
+		}
+	}
+}
+
+// retainLoop adds a user, while there is another.
+func (p Provider) retainLoop() {
+	loops.Lock()
+	defer loops.Unlock()
+	loops.m[p].refs++
+}
+
+// releaseLoop closes the channel with its last user, who has destroyed its ids.
+func (p Provider) releaseLoop() error {
+	loops.Lock()
+	defer loops.Unlock()
+	l := loops.m[p]
+	if l.refs--; l.refs > 0 {
+		return nil
+	}
+	delete(loops.m, p)
+	l.stop()
+	<-l.done
+	return l.ch.Close()
+}
+
+// arena is the registered memory of a device, for one size of buffer.
+type arena struct {
+	key  arenaKey
+	pd   *qp.PD
+	pool *qp.Pool
+	refs int // connections, and buffers that outlive theirs
+}
+
+type arenaKey struct {
+	dev qp.Device
+	cfg qp.PoolConfig
+}
+
+var arenas struct {
+	sync.Mutex
+	m map[arenaKey]*arena
+}
+
+func acquireArena(dev qp.Device, cfg qp.PoolConfig) (*arena, error) {
+	arenas.Lock()
+	defer arenas.Unlock()
+	key := arenaKey{dev, cfg}
+	if a := arenas.m[key]; a != nil {
+		a.refs++
+		return a, nil
+	}
+	pd, err := dev.AllocPD()
+	if err != nil {
+		return nil, err
+	}
+	pool, err := qp.NewPool(pd, cfg)
+	if err != nil {
+		return nil, errors.Join(err, pd.Close())
+	}
+	a := &arena{key: key, pd: pd, pool: pool, refs: 1}
+	if arenas.m == nil {
+		arenas.m = make(map[arenaKey]*arena)
+	}
+	arenas.m[key] = a
+	return a, nil
+}
+
+func (a *arena) retain() {
+	arenas.Lock()
+	a.refs++
+	arenas.Unlock()
+}
+
+func (a *arena) release() error {
+	arenas.Lock()
+	defer arenas.Unlock()
+	if a.refs--; a.refs > 0 {
+		return nil
+	}
+	delete(arenas.m, a.key)
+	return errors.Join(a.pool.Close(), a.pd.Close())
+}

@@ -1,0 +1,672 @@
+package rdmanet
+
+import (
+	"errors"
+	"io"
+	"net"
+	"os"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"time"
+
+	"github.com/rdmanet/rdmanet/qp"
+)
+
+// txState is the send side.
+//
+// A large write goes out in frames that point at the caller's memory, where the
+// provider takes so much inline, or else from blocks that it is copied into. A
+// small write goes out at once, unless another did a moment ago: then it is
+// copied into the open block, and the flusher, a goroutine that lives only while
+// there is an open block, sends that as soon as it gets to run. Until then more
+// writes join.
+type txState struct {
+	direct   bool // the provider takes whole frames inline
+	frameMax int  // payload of a frame: what both the peer and our blocks take
+
+	// Sends are numbered; the number is the work request's id. Conn.mu guards
+	// these.
+	posted, done uint64       // sends posted, sends completed
+	reserved     int          // slots and credits promised to a writer
+	blocks       []*qp.Buffer // ring by number: what to free when the send completes
+	spent        []*qp.Buffer // to be released; pollMu
+	err          error        // why writes fail
+	finSent      bool
+
+	mu       sync.Mutex // the open block; taken with postMu held, or alone
+	open     *qp.Buffer // its credit and slot are reserved
+	flushing bool
+	flushers sync.WaitGroup
+	lastPost time.Time // of a small write
+
+	answers    atomic.Bool // something was read since the last small write
+	creditLate atomic.Bool // a CREDIT frame found the send queue full
+	isOpen     atomic.Bool // open != nil
+	delay      atomic.Bool // SetNoDelay(false)
+	socketFull atomic.Bool // a software provider had no room; cleared when a wait ends
+
+	releaseFn func(*qp.Buffer)
+	flushFn   func()
+
+	frames frames    // postMu
+	one    [1][]byte // the argument of Write; writeMu
+}
+
+// frames is room for the work requests of one PostSend.
+type frames struct {
+	wrs  [maxFrames]qp.SendWR
+	sgl  [maxFrames][sendSGE]qp.SGE
+	hdrs [maxFrames][headerLen]byte
+	size [maxFrames]int
+}
+
+const (
+	maxFrames = 8  // posted at a time
+	sendSGE   = 16 // gather entries of a frame
+
+	// smallWrite is up to what size a write may be copied to join others.
+	smallWrite = 4 << 10
+	// closely is how soon after another a small write has to come for that.
+	closely = 20 * time.Microsecond
+)
+
+func (c *Conn) initSends() error {
+	t := &c.tx
+	t.releaseFn = c.bufferFreed
+	t.direct = c.qp.Cap().MaxInline >= headerLen+maxBufferSize
+	t.blocks = make([]*qp.Buffer, c.cfg.sends())
+	for i := range t.frames.wrs {
+		t.frames.wrs[i].Solicited = true
+	}
+	return nil
+}
+
+// Write sends p and returns when the last of it is on its way, not when it has
+// arrived. It blocks while the peer has no room (it has not read what was sent
+// before) or the send queue is full. p is the caller's again on return. After
+// the peer's Close, or CloseWrite here, it fails with EPIPE.
+func (c *Conn) Write(p []byte) (int, error) {
+	c.writeMu.Lock()
+	defer c.writeMu.Unlock()
+	c.tx.one[0] = p
+	n, err := c.write(c.tx.one[:])
+	c.tx.one[0] = nil
+	return int(n), err
+}
+
+// WriteBuffers writes the contents of v as one Write would, without putting them
+// together in memory, and consumes what it has written from v, as
+// net.Buffers.WriteTo does.
+func (c *Conn) WriteBuffers(v *net.Buffers) (int64, error) {
+	c.writeMu.Lock()
+	defer c.writeMu.Unlock()
+	bufs := *v
+	n, err := c.write(bufs)
+	consume(v, n)
+	return n, err
+}
+
+func consume(v *net.Buffers, n int64) {
+	for len(*v) > 0 && n >= int64(len((*v)[0])) {
+		n -= int64(len((*v)[0]))
+		(*v)[0] = nil
+		*v = (*v)[1:]
+	}
+	if n > 0 {
+		(*v)[0] = (*v)[0][n:]
+	}
+}
+
+// write sends bufs. writeMu is held.
+func (c *Conn) write(bufs [][]byte) (int64, error) {
+	v := vector{bufs: bufs}
+	for _, b := range bufs {
+		v.left += len(b)
+	}
+	total := v.left
+	err := c.writeCheck()
+	for err == nil && v.left > 0 {
+		if total <= min(smallWrite, c.tx.frameMax) {
+			err = c.writeSmall(&v)
+		} else {
+			err = c.writeLarge(&v)
+		}
+	}
+	n := total - v.left
+	c.stats.bytesWritten.Add(uint64(n))
+	return int64(n), opError(opWrite, c.local, c.remote, err)
+}
+
+// writeCheck returns why a write can't begin.
+func (c *Conn) writeCheck() error {
+	if c.closed.Load() {
+		return net.ErrClosed
+	}
+	if c.wait.write.deadline.expired() {
+		return os.ErrDeadlineExceeded
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.writeEnd()
+}
+
+// writeEnd returns why nothing can be written any more. c.mu is held.
+func (c *Conn) writeEnd() error {
+	if c.tx.err == nil && c.tx.finSent {
+		return syscall.EPIPE
+	}
+	return c.tx.err
+}
+
+// vector is what is left of a gather list.
+type vector struct {
+	bufs [][]byte
+	off  int // in bufs[0]
+	left int
+}
+
+// next returns up to n bytes, and whether there were any.
+func (v *vector) next(n int) []byte {
+	for {
+		b := v.bufs[0][v.off:]
+		if len(b) == 0 {
+			v.bufs, v.off = v.bufs[1:], 0
+			continue
+		}
+		b = b[:min(len(b), n)]
+		v.off += len(b)
+		v.left -= len(b)
+		return b
+	}
+}
+
+// writeSmall sends a write that fits into one frame, or adds it to the open
+// block.
+func (c *Conn) writeSmall(v *vector) error {
+	t := &c.tx
+	if t.isOpen.Load() {
+		if c.join(v) {
+			return nil
+		}
+		if err := c.flushOpen(); err != nil {
+			return err
+		}
+	}
+	if _, err := c.reserve(1); err != nil {
+		return err
+	}
+	if t.direct && c.isLone() {
+		return c.postVector(v, 1)
+	}
+	b, err := c.arena.pool.Get()
+	if err != nil {
+		c.unreserve(1)
+		return err
+	}
+	b.Resize(0)
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.open = b
+	t.isOpen.Store(true)
+	t.add(v)
+	c.startFlusher()
+	return nil
+}
+
+// isLone reports whether a small write has nothing to wait for: none came shortly
+// before, or what it answers came in between.
+func (c *Conn) isLone() bool {
+	t := &c.tx
+	answer := t.answers.Swap(false)
+	now := time.Now()
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	lone := answer || now.Sub(t.lastPost) > closely
+	if lone {
+		t.lastPost = now
+	}
+	return lone && !t.delay.Load()
+}
+
+// join adds v to the open block, if there is one with room.
+func (c *Conn) join(v *vector) bool {
+	t := &c.tx
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.open == nil || t.open.Len()+v.left > t.frameMax {
+		return false
+	}
+	t.add(v)
+	c.startFlusher()
+	return true
+}
+
+// add copies v to the end of the open block. t.mu is held.
+func (t *txState) add(v *vector) {
+	b := t.open
+	at := b.Len()
+	b.Resize(at + v.left)
+	p := b.Bytes()[at:]
+	for v.left > 0 {
+		p = p[copy(p, v.next(v.left)):]
+	}
+}
+
+// startFlusher makes sure that the open block will be sent. t.mu is held.
+func (c *Conn) startFlusher() {
+	if !c.tx.flushing {
+		c.tx.flushing = true
+		c.tx.flushers.Add(1)
+		go c.tx.flushFn()
+	}
+}
+
+// flusher sends the open block, and goes on while there is a new one each time.
+func (c *Conn) flusher() {
+	defer c.tx.flushers.Done()
+	for {
+		_ = c.flushOpen() // the next write finds the error
+		c.tx.mu.Lock()
+		if c.tx.open == nil {
+			c.tx.flushing = false
+			c.tx.mu.Unlock()
+			return
+		}
+		c.tx.mu.Unlock()
+	}
+}
+
+// flushOpen sends the open block, if there is one.
+func (c *Conn) flushOpen() error {
+	t := &c.tx
+	if !t.isOpen.Load() {
+		return nil
+	}
+	c.postMu.Lock()
+	defer c.postMu.Unlock()
+	t.mu.Lock()
+	b := t.open
+	t.open = nil
+	t.isOpen.Store(false)
+	t.lastPost = time.Now()
+	t.mu.Unlock()
+	if b == nil {
+		return nil
+	}
+	return c.postBlock(b)
+}
+
+// writeLarge sends frames straight from v, after what was written before.
+func (c *Conn) writeLarge(v *vector) error {
+	if err := c.flushOpen(); err != nil {
+		return err
+	}
+	want := min(maxFrames, (v.left+c.tx.frameMax-1)/c.tx.frameMax)
+	n, err := c.reserve(want)
+	if err != nil {
+		return err
+	}
+	if !c.tx.direct {
+		return c.postCopies(v, n)
+	}
+	return c.postVector(v, n)
+}
+
+// postVector sends up to n frames, whose credits and slots are reserved, from
+// the caller's memory.
+func (c *Conn) postVector(v *vector, n int) error {
+	c.postMu.Lock()
+	f := &c.tx.frames
+	begun := *v
+	frames := 0
+	for ; frames < n && v.left > 0; frames++ {
+		c.gather(frames, v)
+	}
+	if frames < n { // a long gather list took fewer
+		c.unreserve(n - frames)
+	}
+	taken, err := c.post(f.wrs[:frames], nil)
+	for i := range f.sgl[:frames] {
+		clear(f.sgl[i][:])
+	}
+	if taken < frames { // go back to the first frame that was not taken
+		*v = begun
+		for _, size := range f.size[:taken] {
+			for size > 0 {
+				size -= len(v.next(size))
+			}
+		}
+	}
+	c.postMu.Unlock()
+	if errors.Is(err, syscall.EAGAIN) {
+		return c.waitRoom()
+	}
+	return err
+}
+
+// gather makes frame number i from the front of v. postMu is held.
+func (c *Conn) gather(i int, v *vector) {
+	f := &c.tx.frames
+	sgl := append(f.sgl[i][:0], qp.SGE{Data: f.hdrs[i][:]})
+	size := 0
+	for v.left > 0 && size < c.tx.frameMax && len(sgl) < sendSGE {
+		b := v.next(c.tx.frameMax - size)
+		size += len(b)
+		sgl = append(sgl, qp.SGE{Data: b})
+	}
+	f.size[i] = size
+	header{typ: frameData, length: size}.put(f.hdrs[i][:])
+	f.wrs[i].SGL, f.wrs[i].Inline = sgl, true
+}
+
+// waitRoom waits until a software provider's socket has room again.
+func (c *Conn) waitRoom() error {
+	c.tx.socketFull.Store(true)
+	return c.waitFor(&c.wait.write)
+}
+
+// postCopies sends up to n frames, whose credits and slots are reserved, from
+// blocks that v is copied into.
+func (c *Conn) postCopies(v *vector, n int) error {
+	for i := range n {
+		b, err := c.arena.pool.Get()
+		if err != nil {
+			c.unreserve(n - i)
+			return err
+		}
+		b.Resize(min(c.tx.frameMax, v.left))
+		for p := b.Bytes(); len(p) > 0; {
+			p = p[copy(p, v.next(len(p))):]
+		}
+		c.postMu.Lock()
+		err = c.postBlock(b)
+		c.postMu.Unlock()
+		if err != nil {
+			c.unreserve(n - i - 1)
+			return err
+		}
+	}
+	return nil
+}
+
+// postBlock sends the payload of b, whose credit and slot are reserved, and
+// releases b in the end. postMu is held.
+func (c *Conn) postBlock(b *qp.Buffer) error {
+	f := &c.tx.frames
+	header{typ: frameData, length: b.Len()}.put(b.Header())
+	f.sgl[0][0] = b.SGE()
+	f.wrs[0].SGL, f.wrs[0].Inline = f.sgl[0][:1], false
+	n, err := c.post(f.wrs[:1], b)
+	if n == 0 {
+		b.Release()
+	}
+	return err
+}
+
+// post hands data frames, whose credits and slots are reserved, to the send
+// queue, and returns how many it took; the reservations of the others are undone.
+// block, if not nil, is the first one's memory. postMu is held.
+func (c *Conn) post(wrs []qp.SendWR, block *qp.Buffer) (int, error) {
+	t := &c.tx
+	c.mu.Lock()
+	first, credits := c.number(wrs, block)
+	t.reserved -= len(wrs)
+	c.mu.Unlock()
+	setCredits(wrs[0].SGL[0].Data, credits)
+	n, err := c.qp.PostSend(wrs)
+	c.stats.framesSent.Add(uint64(n))
+	if n < len(wrs) {
+		c.mu.Lock()
+		c.flow.credits += len(wrs) - n
+		c.unnumber(first, n, credits)
+		c.mu.Unlock()
+	}
+	return n, err
+}
+
+// number gives frames their numbers, and the first the credits that are owed. A
+// completion is asked for often enough that slots come back by half a queue.
+// c.mu is held.
+func (c *Conn) number(wrs []qp.SendWR, block *qp.Buffer) (first uint64, credits int) {
+	t := &c.tx
+	first = t.posted
+	t.blocks[first%uint64(len(t.blocks))] = block
+	every := uint64(max(1, c.cfg.SendDepth/2))
+	for i := range wrs {
+		wrs[i].WRID = t.posted
+		wrs[i].Signaled = (t.posted+1)%every == 0
+		t.posted++
+	}
+	return first, c.flow.take()
+}
+
+// unnumber takes back the frames after the first n. c.mu is held.
+func (c *Conn) unnumber(first uint64, n, credits int) {
+	t := &c.tx
+	t.posted = first + uint64(n)
+	if n == 0 {
+		t.blocks[first%uint64(len(t.blocks))] = nil
+		c.flow.untake(credits)
+	}
+}
+
+// sent acts on the completion of a send: all up to it are done. c.mu is held.
+func (c *Conn) sent(wc *qp.WC) {
+	t := &c.tx
+	for t.done <= wc.WRID {
+		i := t.done % uint64(len(t.blocks))
+		if b := t.blocks[i]; b != nil {
+			t.blocks[i] = nil
+			t.spent = append(t.spent, b)
+		}
+		t.done++
+	}
+	if wc.Status != qp.StatusSuccess && wc.Status != qp.StatusWRFlushErr {
+		c.fail(qp.StatusErr(*wc))
+	}
+}
+
+// releaseSpent releases the blocks of sends that are done. pollMu is held; c.mu
+// is not, since a block may be another connection's.
+func (c *Conn) releaseSpent() {
+	for i, b := range c.tx.spent {
+		b.Release()
+		c.tx.spent[i] = nil
+	}
+	c.tx.spent = c.tx.spent[:0]
+}
+
+// free is how many more data frames the send queue takes. c.mu is held.
+func (c *Conn) free() int {
+	return c.cfg.SendDepth - int(c.tx.posted-c.tx.done) - c.tx.reserved
+}
+
+// canWrite reports whether a write would not block.
+func (c *Conn) canWrite() bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.writeEnd() != nil || c.flow.credits > 0 && c.free() > 0 && !c.tx.socketFull.Load()
+}
+
+// reserve takes up to want credits and slots, at least one, and waits for that.
+func (c *Conn) reserve(want int) (int, error) {
+	for {
+		c.mu.Lock()
+		n := min(want, c.flow.credits, c.free())
+		err := c.writeEnd()
+		if n > 0 && err == nil {
+			c.flow.credits -= n
+			c.tx.reserved += n
+		}
+		c.mu.Unlock()
+		if err != nil {
+			return 0, err
+		}
+		if n > 0 {
+			return n, nil
+		}
+		c.stats.stalls.Add(1)
+		if err := c.waitFor(&c.wait.write); err != nil {
+			return 0, err
+		}
+	}
+}
+
+func (c *Conn) unreserve(n int) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.flow.credits += n
+	c.tx.reserved -= n
+}
+
+// sendControl sends a frame without a payload. CREDIT frames are left out when
+// nothing is due any more, and put off when the send queue is full: whoever
+// leads tries again.
+func (c *Conn) sendControl(typ frameType, waiting bool) error {
+	t := &c.tx
+	c.postMu.Lock()
+	defer c.postMu.Unlock()
+	c.mu.Lock()
+	full := t.posted-t.done+uint64(t.reserved) >= uint64(c.cfg.sends())
+	if typ == frameCredit && (full || !c.flow.due(waiting)) {
+		t.creditLate.Store(full)
+		c.mu.Unlock()
+		return nil
+	}
+	wrs := t.frames.wrs[:1]
+	first, credits := c.number(wrs, nil)
+	c.mu.Unlock()
+	hdr := t.frames.hdrs[0][:]
+	header{typ: typ, credits: credits}.put(hdr)
+	t.frames.sgl[0][0] = qp.SGE{Data: hdr}
+	wrs[0].SGL, wrs[0].Inline, wrs[0].Signaled = t.frames.sgl[0][:1], true, true
+	n, err := c.qp.PostSend(wrs)
+	if n == 0 {
+		c.mu.Lock()
+		c.unnumber(first, 0, credits)
+		c.mu.Unlock()
+		return err
+	}
+	c.stats.framesSent.Add(1)
+	if typ == frameCredit {
+		c.stats.creditFrames.Add(1)
+	}
+	return nil
+}
+
+// CloseWrite says that no more will be written: the peer reads what came before,
+// and then io.EOF. Reading goes on. It does not wait for the peer; a Write in
+// progress fails with EPIPE.
+func (c *Conn) CloseWrite() error {
+	c.mu.Lock()
+	err := c.writeEnd()
+	c.tx.finSent = true
+	c.mu.Unlock()
+	if c.closed.Load() {
+		err = net.ErrClosed
+	}
+	if err == nil {
+		c.wakeup(&c.wait.write)
+		c.writeMu.Lock()
+		defer c.writeMu.Unlock()
+		if err = c.flushOpen(); err == nil {
+			err = c.sendControl(frameFin, false)
+		}
+	}
+	return opError(opClose, c.local, c.remote, err)
+}
+
+// NewBuffer returns an empty registered buffer with room for one frame, to be
+// filled (Resize, Bytes) and given to WriteBuffer, or released.
+func (c *Conn) NewBuffer() (*Buffer, error) {
+	if c.closed.Load() {
+		return nil, opError(opWrite, c.local, c.remote, net.ErrClosed)
+	}
+	b, err := c.arena.pool.Get()
+	if err != nil {
+		return nil, opError(opWrite, c.local, c.remote, err)
+	}
+	c.arena.retain()
+	b.SetOwner(c.tx.releaseFn)
+	b.Lend()
+	b.Resize(0)
+	return b, nil
+}
+
+// bufferFreed is called when a buffer of NewBuffer is released.
+func (c *Conn) bufferFreed(b *qp.Buffer) {
+	b.Free()
+	_ = c.arena.release()
+}
+
+// WriteBuffer sends the payload of a buffer that NewBuffer, or ReadBuffer of this
+// or another connection, has returned. It blocks and fails as Write does. It
+// takes the buffer over, also when it fails, and releases it when the payload is
+// sent. No copy is made, unless the buffer is another device's or larger than the
+// peer's.
+func (c *Conn) WriteBuffer(b *Buffer) (int, error) {
+	if b.Len() > c.tx.frameMax || !b.Of(c.arena.pool) || !b.AfterHeader() {
+		defer b.Release()
+		return c.Write(b.Bytes())
+	}
+	c.writeMu.Lock()
+	defer c.writeMu.Unlock()
+	n := b.Len()
+	err := c.writeCheck()
+	if err == nil && n > 0 {
+		if err = c.flushOpen(); err == nil {
+			_, err = c.reserve(1)
+		}
+	}
+	if err != nil || n == 0 {
+		b.Release()
+		return 0, opError(opWrite, c.local, c.remote, err)
+	}
+	c.postMu.Lock()
+	err = c.postBlock(b)
+	c.postMu.Unlock()
+	if err != nil {
+		return 0, opError(opWrite, c.local, c.remote, err)
+	}
+	c.stats.bytesWritten.Add(uint64(n))
+	return n, nil
+}
+
+// ReadFrom writes what it reads from r until io.EOF, which is success. It reads
+// into registered buffers and sends those, so io.Copy makes no further copy.
+func (c *Conn) ReadFrom(r io.Reader) (int64, error) {
+	var done int64
+	for {
+		b, err := c.NewBuffer()
+		if err != nil {
+			return done, err
+		}
+		b.Resize(c.tx.frameMax)
+		n, rerr := r.Read(b.Bytes())
+		b.Resize(max(n, 0))
+		if n > 0 {
+			n, err = c.writeOwned(b)
+			done += int64(n)
+		} else {
+			b.Release()
+		}
+		switch {
+		case err != nil:
+			return done, err
+		case rerr == io.EOF:
+			return done, nil
+		case rerr != nil:
+			return done, rerr
+		}
+	}
+}
+
+// writeOwned is WriteBuffer, except that a small buffer joins others.
+func (c *Conn) writeOwned(b *Buffer) (int, error) {
+	if b.Len() > smallWrite {
+		return c.WriteBuffer(b)
+	}
+	defer b.Release()
+	return c.Write(b.Bytes())
+}
