@@ -562,23 +562,33 @@ func TestContractGetEventRacesDestroy(t *testing.T) {
 		rounds = 2000
 	}
 	onEveryProvider(t, func(t *testing.T, on target) {
-		ch := newChannel(t, on)
-		anybody := waiting(ch.GetEvent)
-		dst := netip.AddrPortFrom(on.addr, 9)
-		for i := range rounds {
-			id, err := ch.NewID()
-			require.NoError(t, err)
-			ended := waiting(id.GetEvent)
-			if i%2 == 0 {
-				require.NoError(t, id.ResolveAddr(netip.AddrPort{}, dst, patience))
-			}
-			for err = id.Destroy(); err != nil; err = id.Destroy() {
-				requireBusy(t, err)
-				runtime.Gosched()
-			}
-			require.ErrorIs(t, receive(t, ended), net.ErrClosed)
-		}
-		require.NoError(t, ch.Close())
-		require.ErrorIs(t, receive(t, anybody), net.ErrClosed)
+		t.Run("alone", func(t *testing.T) { raceDestroy(t, newChannel(t, on), on, rounds) })
+		t.Run("beside the channel's GetEvent", func(t *testing.T) {
+			ch := newChannel(t, on)
+			anybody := waiting(ch.GetEvent)
+			raceDestroy(t, ch, on, rounds)
+			require.NoError(t, ch.Close())
+			require.ErrorIs(t, receive(t, anybody), net.ErrClosed)
+		})
 	})
+}
+
+func raceDestroy(t *testing.T, ch *cm.EventChannel, on target, rounds int) {
+	dst := netip.AddrPortFrom(on.addr, 9)
+	for i := range rounds {
+		id, err := ch.NewID()
+		require.NoError(t, err)
+		ended := waiting(id.GetEvent)
+		if i%2 == 0 {
+			require.NoError(t, id.ResolveAddr(netip.AddrPort{}, dst, patience))
+		}
+		if i%3 == 0 {
+			runtime.Gosched() // let it begin to wait
+		}
+		for err = id.Destroy(); err != nil; err = id.Destroy() {
+			requireBusy(t, err)
+			runtime.Gosched()
+		}
+		require.ErrorIs(t, receive(t, ended), net.ErrClosed)
+	}
 }

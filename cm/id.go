@@ -73,10 +73,11 @@ func (id *ID) call(op, fix string, from []state, to state, f func() error) error
 	}
 	if to == stateSame {
 		to = was
+	} else if slices.Contains(from, was) && !id.move(was, to) {
+		was = state(id.state.Load()) // an event came between
 	}
-	// If the move fails an event came between.
-	if !id.is(from...) || !id.move(was, to) {
-		return opError(op, &StateError{Call: op, State: state(id.state.Load()).String(), Fix: fix})
+	if !slices.Contains(from, was) {
+		return opError(op, &StateError{Call: op, State: was.String(), Fix: fix})
 	}
 	if err := f(); err != nil {
 		id.move(to, was)

@@ -351,7 +351,7 @@ func TestProviderThatWillNotDestroy(t *testing.T) {
 // A poller must see completions of requests whose PostSend has not returned.
 func TestConcurrentPostersAndPoller(t *testing.T) {
 	_, a, b := newPair(t)
-	const total = 20000
+	const total = 5000
 	var failed atomic.Bool
 	var wg sync.WaitGroup
 	poll := func(e *end) {

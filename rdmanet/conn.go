@@ -78,6 +78,7 @@ func (c *Conn) handleEvent(ev *cm.Event) {
 // open makes the queue pair, with all receives posted.
 func (c *Conn) open() error {
 	dev, _ := c.id.Device()
+	c.wait.waitPolls = dev.Attr().WaitPolls
 	var err error
 	if c.arena, err = acquireArena(dev, c.cfg.poolConfig()); err != nil {
 		return err

@@ -25,11 +25,11 @@ const (
 // connection is net.ErrClosed; everything else wraps a syscall.Errno, a
 // deadline's or a context's error.
 func opError(op string, source, addr net.Addr, err error) error {
-	var oe *net.OpError
+	if err == nil || err == io.EOF {
+		return err // without an allocation: this is the path of success
+	}
 	switch {
-	case err == nil:
-		return nil
-	case err == io.EOF, errors.As(err, &oe):
+	case isOpError(err):
 		return err
 	case errors.Is(err, net.ErrClosed):
 		err = net.ErrClosed
@@ -37,6 +37,11 @@ func opError(op string, source, addr net.Addr, err error) error {
 		err = os.ErrDeadlineExceeded
 	}
 	return &net.OpError{Op: op, Net: "rdma", Source: source, Addr: addr, Err: timeouter(err)}
+}
+
+func isOpError(err error) bool {
+	var oe *net.OpError
+	return errors.As(err, &oe)
 }
 
 // timeouter makes an error say Timeout() where net.OpError looks for it.

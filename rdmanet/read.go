@@ -33,6 +33,7 @@ type rxState struct {
 
 	releaseFn func(*qp.Buffer)
 	wr        [1]qp.RecvWR // of the reader, readMu
+	controlWR [1]qp.RecvWR // pollMu
 }
 
 // received is a DATA frame, or what is left of it.
@@ -113,7 +114,8 @@ func (c *Conn) received(wc *qp.WC) {
 func (c *Conn) repostControl() {
 	for _, slot := range c.rx.control {
 		// A queue pair in error flushes it; one that is gone needs none.
-		_, _ = c.qp.PostRecv([]qp.RecvWR{{WRID: slot, SGE: c.rx.slots[slot].BlockSGE()}})
+		c.rx.controlWR[0] = qp.RecvWR{WRID: slot, SGE: c.rx.slots[slot].BlockSGE()}
+		_, _ = c.qp.PostRecv(c.rx.controlWR[:])
 	}
 	c.rx.control = c.rx.control[:0]
 }

@@ -34,6 +34,7 @@ type waitState struct {
 	leader      atomic.Pointer[waiter]
 	parked      atomic.Bool // the leader is, or is about to be, in CQ.Wait
 	spin        spinner
+	waitPolls   bool             // CQ.Wait polls
 	wcs         [pollBatch]qp.WC // pollMu
 }
 
@@ -91,14 +92,16 @@ func (c *Conn) leadFor(w *waiter) error {
 	}()
 	start := time.Now()
 	defer func() { s.spin.ended(time.Since(start)) }()
-	for {
-		for c.poll() > 0 {
+	for first := true; ; first = false {
+		// Wait may look for itself, which saves the first look here.
+		if !(first && s.waitPolls) && c.poll() > 0 || w.ready() {
+			if w.ready() {
+				return nil
+			}
+			continue
 		}
 		if c.tx.creditLate.Swap(false) {
 			c.returnCredits(w == &s.read)
-		}
-		if w.ready() {
-			return nil
 		}
 		if err := c.interrupted(w); err != nil {
 			return err
@@ -135,7 +138,7 @@ func (c *Conn) park(w *waiter) error {
 	if err := c.arm(w); err != nil {
 		return err
 	}
-	if c.poll() > 0 {
+	if !s.waitPolls && c.poll() > 0 {
 		return nil
 	}
 	s.parked.Store(true)

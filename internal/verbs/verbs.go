@@ -85,6 +85,10 @@ type DeviceAttr struct {
 	MaxSGE    int // scatter/gather entries of one send
 	MaxCQE    int // entries of one completion queue
 	MaxInline int // bytes of a send that may come from unregistered memory
+
+	// WaitPolls says that CQ.Wait looks for completions before it parks, so that
+	// there is no need to poll after Arm.
+	WaitPolls bool
 }
 
 // PD is a protection domain, ibv_alloc_pd(3).
