@@ -312,6 +312,9 @@ func (c *Conn) connect(ctx context.Context, local, dst netip.AddrPort) error {
 		return err
 	}
 	peer, refused := parseGreeting(ev.PrivateData)
+	if refused == nil && peer.version > protocolVersion {
+		refused = refuse(reasonVersion, fmt.Sprintf("the reply is for version %d", peer.version))
+	}
 	if refused != nil {
 		return fmt.Errorf("%v does not speak our protocol: %s: %w", dst, refused.text, syscall.EPROTO)
 	}

@@ -1,0 +1,37 @@
+// Package rdmanet carries streams over RDMA: Dial returns a net.Conn and Listen a
+// net.Listener, so a service moves from TCP to RDMA by changing two calls.
+//
+//	l, err := rdmanet.Listen("rdma", ":7471")
+//	c, err := rdmanet.Dial("rdma", "server:7471")
+//
+// The connections do what those of package net do: deadlines that end a blocked
+// call, half-close, linger, keepalive, addresses, and errors that are
+// *net.OpError and say what they are to errors.Is. net/http, crypto/tls, net/rpc
+// and gRPC run on them unchanged.
+//
+// # How it works
+//
+// Bytes travel as SEND and RECEIVE work requests on one reliable-connected queue
+// pair for each connection, out of and into a pool of registered buffers that the
+// connections of a device share. Flow control by credits makes sure that every
+// SEND finds a posted receive. SPEC.md in the repository has the wire format.
+// Connections are made and ended by the RDMA connection manager: package cm has
+// it, and package qp the queue pairs and the pool.
+//
+// Nobody waits on a connection's behalf: a goroutine in Read or Write polls the
+// completion queue itself and parks in the runtime's netpoller. An idle connection
+// has no goroutine and uses no CPU.
+//
+// # Zero copy
+//
+// Read and Write cost one copy. ReadBuffer hands out the registered block in which
+// data arrived, and WriteBuffer sends a block from NewBuffer, without a copy;
+// ReadFrom and WriteTo, and so io.Copy, use them.
+//
+// # Providers
+//
+// A provider is a way to do RDMA. "iwarp" does it in software, over TCP, as the
+// iWARP standard has it: it is always there, and needs neither a device nor
+// privileges. Config.Provider or the environment variable RDMANET_PROVIDER
+// chooses; the default, "auto", takes the best there is.
+package rdmanet
