@@ -3,6 +3,7 @@ package qp
 import (
 	"errors"
 	"sync"
+	"sync/atomic"
 	"syscall"
 
 	"github.com/rdmanet/rdmanet/internal/verbs"
@@ -18,7 +19,7 @@ type CQ struct {
 	depth int
 
 	mu      sync.Mutex // one Poll at a time; guards what follows
-	closing bool
+	closing atomic.Bool
 	qp      *QP
 	used    bool // had a QP
 
@@ -96,11 +97,11 @@ func (c *CQ) Arm(solicitedOnly bool) error {
 func (c *CQ) Wait() error {
 	c.waitMu.Lock()
 	defer c.waitMu.Unlock()
-	if c.isClosing() {
+	if c.closing.Load() {
 		return opError("wait", errClosed)
 	}
 	err := c.v.Wait()
-	if c.isClosing() {
+	if c.closing.Load() {
 		err = errClosed
 	}
 	return opError("wait", err)
@@ -129,7 +130,7 @@ func (c *CQ) Close() error {
 	c.wakeMu.Lock()
 	defer c.wakeMu.Unlock()
 	if err := c.v.Destroy(); err != nil {
-		c.closing = false // it may be tried again
+		c.closing.Store(false) // it may be tried again
 		return opError("destroy cq", err)
 	}
 	c.gone = true
@@ -139,27 +140,21 @@ func (c *CQ) Close() error {
 func (c *CQ) beginClose() error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if c.closing {
+	if c.closing.Load() {
 		return errClosed
 	}
 	if c.qp != nil {
 		return &BusyError{Object: "completion queue", QPs: 1}
 	}
-	c.closing = true
+	c.closing.Store(true)
 	return nil
-}
-
-func (c *CQ) isClosing() bool {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	return c.closing
 }
 
 // attach reserves the queue for q.
 func (c *CQ) attach(q *QP) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if c.closing {
+	if c.closing.Load() {
 		return errClosed
 	}
 	if c.used {

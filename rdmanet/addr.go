@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"net"
 	"net/netip"
-	"strconv"
 	"syscall"
 )
 
@@ -126,6 +125,3 @@ func (a namedAddr) String() string { return string(a) }
 func ipv6Off(err error) bool {
 	return errors.Is(err, syscall.EAFNOSUPPORT) || errors.Is(err, syscall.EADDRNOTAVAIL)
 }
-
-// portString formats a port for net.JoinHostPort.
-func portString(p uint16) string { return strconv.Itoa(int(p)) }

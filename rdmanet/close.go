@@ -7,6 +7,8 @@ import (
 	"net"
 	"os"
 	"runtime"
+	"slices"
+	"sync"
 	"syscall"
 	"time"
 
@@ -29,14 +31,18 @@ func (c *Conn) Close() error {
 	if !c.beginClose() {
 		return opError(opClose, c.local, c.remote, net.ErrClosed)
 	}
-	defer close(c.released)
-	// 1. Fail new and blocked calls; wait until they have left.
+	// 1. Fail new and blocked calls; wait until they have left. Those that still
+	// stand at the locks find the connection closed.
 	c.wakeup(&c.wait.read)
 	c.wakeup(&c.wait.write)
-	c.readMu.Lock()
-	defer c.readMu.Unlock()
-	c.writeMu.Lock()
-	defer c.writeMu.Unlock()
+	for _, mu := range []*sync.Mutex{&c.readMu, &c.writeMu} {
+		mu.Lock()
+		//lint:ignore SA2001 waiting for whoever holds it is the point
+		mu.Unlock()
+	}
+	c.postMu.Lock() // a CREDIT frame may be on its way to the queue; no other follows
+	//lint:ignore SA2001 waiting for whoever holds it is the point
+	c.postMu.Unlock()
 
 	linger := time.Duration(c.linger.Load())
 	limit := c.limit(linger)
@@ -44,7 +50,9 @@ func (c *Conn) Close() error {
 	// 2. Send what is buffered and FIN.
 	err := c.finish(linger, limit)
 	// 3. rdma_disconnect.
-	c.disconnect(err == nil && linger > 0, limit)
+	if inOrder := err == nil && linger > 0; !c.disconnect(inOrder, limit) && inOrder {
+		err = fmt.Errorf("linger time of %v passed before the peer had taken everything: %w", linger, syscall.ETIMEDOUT)
+	}
 	// 4. Drain the flushed CQ.
 	err = errors.Join(err, c.drain())
 	// 5. Destroy the QP, return the blocks, destroy the CQ and its channel.
@@ -79,23 +87,10 @@ func (c *Conn) limit(d time.Duration) *deadline {
 // finish sends what was written and FIN, and waits until that has left, unless
 // the connection is to be aborted or has failed.
 func (c *Conn) finish(linger time.Duration, limit *deadline) error {
-	c.mu.Lock()
-	failed, fin := c.tx.err != nil, c.tx.finSent
-	c.tx.finSent = true
-	c.mu.Unlock()
-	if linger < 0 || failed {
-		c.dropOpen()
+	if !c.sendLast(linger) {
 		return nil
 	}
-	err := c.flushOpen()
-	c.tx.flushers.Wait()
-	if err == nil && !fin {
-		err = c.sendControl(frameFin, false)
-	}
-	if err != nil {
-		return nil // the queue pair is in error: the peer was first
-	}
-	err = c.waitFor(&waiter{ready: c.allSent, note: make(chan struct{}, 1), deadline: limit, sends: true})
+	err := c.waitFor(&waiter{ready: c.allSent, note: make(chan struct{}, 1), deadline: limit, sends: true})
 	if errors.Is(err, os.ErrDeadlineExceeded) {
 		c.mu.Lock()
 		left := c.tx.posted - c.tx.done
@@ -103,6 +98,26 @@ func (c *Conn) finish(linger time.Duration, limit *deadline) error {
 		return fmt.Errorf("linger time of %v passed with %d frames unsent: %w", linger, left, syscall.ETIMEDOUT)
 	}
 	return err
+}
+
+// sendLast sends what was written and FIN, or reports that there is no use.
+func (c *Conn) sendLast(linger time.Duration) bool {
+	c.writeMu.Lock()
+	defer c.writeMu.Unlock()
+	c.mu.Lock()
+	failed := c.tx.err != nil
+	c.tx.finSent = true
+	c.mu.Unlock()
+	if linger < 0 || failed {
+		c.dropOpen()
+		return false
+	}
+	err := c.flushOpen()
+	c.tx.flushers.Wait()
+	if err == nil {
+		err = c.sendFin()
+	}
+	return err == nil // or else the queue pair is in error: the peer was first
 }
 
 // allSent reports whether no send is outstanding, or none will get through.
@@ -125,18 +140,18 @@ func (c *Conn) dropOpen() {
 }
 
 // disconnect ends the connection in order, and waits a while for the peer's side
-// of that; or it aborts it.
-func (c *Conn) disconnect(inOrder bool, limit *deadline) {
+// of that; or it aborts it. It reports whether it had not to stop waiting.
+func (c *Conn) disconnect(inOrder bool, limit *deadline) bool {
 	if c.qp == nil {
-		return
+		return true
 	}
 	if !inOrder {
 		_ = c.qp.SetError()
 		_ = c.id.Disconnect() // not connected any more is as good
-		return
+		return true
 	}
 	if c.id.Disconnect() != nil {
-		return // it was never connected
+		return true // it was never connected
 	}
 	least := time.NewTimer(minDisconnect)
 	defer least.Stop()
@@ -144,11 +159,11 @@ func (c *Conn) disconnect(inOrder bool, limit *deadline) {
 		select {
 		case ev := <-c.cmEvents:
 			if ev.Type == cm.EventDisconnected || ev.Type == cm.EventDeviceRemoval {
-				return
+				return true
 			}
 		case <-limit.over():
 			<-least.C
-			return
+			return false
 		}
 	}
 }
@@ -200,17 +215,18 @@ func (c *Conn) destroy() error {
 // ReadBuffer holds follow when it releases them.
 func (c *Conn) freeBlocks() {
 	c.mu.Lock()
-	defer c.mu.Unlock()
 	c.rx.gone = true
 	for i, b := range c.rx.slots {
 		if !c.rx.lent[i] {
 			b.Free()
 		}
 	}
-	for i, b := range c.tx.blocks {
-		if b != nil { // abandoned
+	left := slices.Clone(c.tx.blocks) // sent with nothing to say so, or abandoned
+	clear(c.tx.blocks)
+	c.mu.Unlock()
+	for _, b := range left {
+		if b != nil { // it may be a block that we received, or another connection has
 			b.Release()
-			c.tx.blocks[i] = nil
 		}
 	}
 }

@@ -92,15 +92,15 @@ func (c Config) resolve() (Config, error) {
 			*f.value = f.def
 		}
 		if *f.value < f.min || *f.value > f.max {
-			return c, fmt.Errorf("Config.%s is %d, must be %d to %d: %w", f.name, *f.value, f.min, f.max, syscall.EINVAL)
+			return c, fmt.Errorf("value %d of Config.%s must be %d to %d: %w", *f.value, f.name, f.min, f.max, syscall.EINVAL)
 		}
 	}
 	if c.MaxRegistered == 0 {
 		c.MaxRegistered = DefaultMaxRegistered
 	}
 	if need := int64(c.receives()+c.SendDepth) * int64(c.BufferSize+headerLen); c.MaxRegistered < need {
-		return c, fmt.Errorf("Config.MaxRegistered is %d bytes, and one connection of this BufferSize and depths takes %d: %w",
-			c.MaxRegistered, need, syscall.EINVAL)
+		return c, fmt.Errorf("a connection of this Config takes %d bytes of registered memory, and Config.MaxRegistered is %d (raise it, or lower BufferSize, RecvDepth or SendDepth): %w",
+			need, c.MaxRegistered, syscall.EINVAL)
 	}
 	if c.Linger == 0 {
 		c.Linger = DefaultLinger
@@ -126,7 +126,7 @@ func (c Config) resolveProvider() (Config, error) {
 		c.Provider = ProviderIWARP
 	}
 	if known := cm.Providers(); !slices.Contains(known, string(c.Provider)) {
-		return c, fmt.Errorf("%s is %q, must be one of %v or auto: %w", from, c.Provider, known, syscall.ENODEV)
+		return c, fmt.Errorf("provider %q from %s must be one of %v or auto: %w", c.Provider, from, known, syscall.ENODEV)
 	}
 	return c, nil
 }

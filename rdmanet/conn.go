@@ -29,9 +29,9 @@ type Conn struct {
 	accepted      bool // by a Listener; else dialed
 	cmEvents      chan *cm.Event
 
-	// Lock order: readMu or writeMu → postMu → tx.mu, pollMu → mu. Neither
-	// readMu nor writeMu is held while the other is taken, except by Close,
-	// which takes readMu first. No lock but these two is held while waiting.
+	// Lock order: readMu → writeMu (by Close only) → pollMu → postMu → tx.mu →
+	// mu. No lock but the first two is held while waiting. Of another connection,
+	// whose buffer it sent, a connection takes postMu and mu with pollMu held.
 	readMu  sync.Mutex // one Read at a time
 	writeMu sync.Mutex // one Write at a time
 	postMu  sync.Mutex // the order of frames on the send queue
@@ -45,16 +45,15 @@ type Conn struct {
 	stats  counters
 	linger atomic.Int64 // time.Duration; negative aborts
 
-	closed   atomic.Bool
-	done     chan struct{} // closed by Close: its first step
-	released chan struct{} // closed when Close is through
+	closed atomic.Bool
+	done   chan struct{} // closed by Close: its first step
 }
 
 var _ net.Conn = (*Conn)(nil)
 
 // newConn makes the shell of a connection around an id, which reports to it.
 func newConn(cfg Config, id *cm.ID) *Conn {
-	c := &Conn{cfg: cfg, id: id, cmEvents: make(chan *cm.Event, 8), done: make(chan struct{}), released: make(chan struct{})}
+	c := &Conn{cfg: cfg, id: id, cmEvents: make(chan *cm.Event, 8), done: make(chan struct{})}
 	c.linger.Store(int64(cfg.Linger))
 	c.tx.flushFn = c.flusher
 	c.rx.releaseFn = c.bufferReleased

@@ -33,7 +33,6 @@ func (f *flow) receive(h header, fromDialer bool) error {
 		return protocolErrorf("%v returns %d credits, which makes %d of a window of %d", h.typ, h.credits, f.credits, f.theirs)
 	}
 	first := !f.hello
-	f.hello = true
 	switch {
 	case fromDialer && first != (h.typ == frameHello):
 		if first {
@@ -53,6 +52,7 @@ func (f *flow) receive(h header, fromDialer bool) error {
 	case h.typ == frameFin:
 		f.fin = true
 	}
+	f.hello = true
 	return nil
 }
 

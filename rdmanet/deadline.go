@@ -2,6 +2,7 @@ package rdmanet
 
 import (
 	"sync"
+	"sync/atomic"
 	"time"
 )
 
@@ -9,6 +10,8 @@ import (
 // net.Pipe's.
 type deadline struct {
 	fired func() // called, besides closing the channel, when the time is over
+
+	past atomic.Bool // the time is over
 
 	mu    sync.Mutex
 	timer *time.Timer
@@ -27,22 +30,25 @@ func (d *deadline) set(t time.Time) {
 		<-d.done // the timer is closing it
 	}
 	d.timer = nil
-	over := d.isOver()
-	if over && (t.IsZero() || time.Until(t) > 0) {
+	left := time.Until(t)
+	if d.past.Load() && (t.IsZero() || left > 0) {
+		d.past.Store(false)
 		d.done = make(chan struct{})
 	}
-	switch left := time.Until(t); {
+	switch {
 	case t.IsZero():
 	case left > 0:
 		done := d.done
-		d.timer = time.AfterFunc(left, func() {
-			close(done)
-			d.fired()
-		})
-	case !over:
-		close(d.done)
-		d.fired()
+		d.timer = time.AfterFunc(left, func() { d.expire(done) })
+	case !d.past.Load():
+		d.expire(d.done)
 	}
+}
+
+func (d *deadline) expire(done chan struct{}) {
+	d.past.Store(true)
+	close(done)
+	d.fired()
 }
 
 // over returns a channel that is closed when the time is over.
@@ -53,26 +59,14 @@ func (d *deadline) over() <-chan struct{} {
 }
 
 // expired reports whether the time is over.
-func (d *deadline) expired() bool {
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	return d.isOver()
-}
-
-func (d *deadline) isOver() bool {
-	select {
-	case <-d.done:
-		return true
-	default:
-		return false
-	}
-}
+func (d *deadline) expired() bool { return d.past.Load() }
 
 // stop ends the timer.
 func (d *deadline) stop() {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	if d.timer != nil {
-		d.timer.Stop()
+	if d.timer != nil && !d.timer.Stop() {
+		<-d.done // as in set
 	}
+	d.timer = nil
 }

@@ -15,9 +15,11 @@ import (
 // Bounds of a single attempt to connect.
 const (
 	resolveTimeout       = 5 * time.Second
-	setupTimeout         = 10 * time.Second
 	defaultFallbackDelay = 300 * time.Millisecond // RFC 8305, as in package net
 )
+
+// setupTimeout is how long a listener waits for a dialer. A variable for tests.
+var setupTimeout = 10 * time.Second
 
 // Dial connects to an address: host:port, where both may be names. Networks are
 // rdma, rdma4 and rdma6; tcp, tcp4 and tcp6 mean the same. All addresses of a

@@ -28,20 +28,26 @@ func opError(op string, source, addr net.Addr, err error) error {
 	if err == nil || err == io.EOF {
 		return err // without an allocation: this is the path of success
 	}
+	if oe, ok := err.(*net.OpError); ok && oe.Net == "rdma" {
+		return err // built already
+	}
 	switch {
-	case isOpError(err):
-		return err
 	case errors.Is(err, net.ErrClosed):
 		err = net.ErrClosed
 	case errors.Is(err, os.ErrDeadlineExceeded):
 		err = os.ErrDeadlineExceeded
 	}
-	return &net.OpError{Op: op, Net: "rdma", Source: source, Addr: addr, Err: timeouter(err)}
+	return &net.OpError{Op: op, Net: "rdma", Source: source, Addr: addr, Err: timeouter(reasonOf(err))}
 }
 
-func isOpError(err error) bool {
+// reasonOf takes the reason out of the error of a software provider's socket.
+func reasonOf(err error) error {
 	var oe *net.OpError
-	return errors.As(err, &oe)
+	var errno syscall.Errno
+	if errors.As(err, &oe) && errors.As(oe.Err, &errno) {
+		return oe.Err
+	}
+	return err
 }
 
 // timeouter makes an error say Timeout() where net.OpError looks for it.

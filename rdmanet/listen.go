@@ -55,7 +55,7 @@ func (lc *ListenConfig) listen(ctx context.Context, network, address string) (*L
 		backlog = DefaultBacklog
 	}
 	if backlog < 0 {
-		return nil, fmt.Errorf("ListenConfig.Backlog is %d, must be 1 or more: %w", backlog, syscall.EINVAL)
+		return nil, fmt.Errorf("value %d of ListenConfig.Backlog must be 1 or more: %w", backlog, syscall.EINVAL)
 	}
 	f, err := parseNetwork(network)
 	if err != nil {

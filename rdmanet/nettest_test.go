@@ -2,6 +2,7 @@ package rdmanet
 
 import (
 	"net"
+	"sync"
 	"testing"
 	"time"
 
@@ -15,6 +16,7 @@ var tiny = Config{BufferSize: minBufferSize, RecvDepth: 1, SendDepth: 1}
 func TestConn(t *testing.T) {
 	checkLeaks(t)
 	crc := Config{CRC: true}
+	var wg sync.WaitGroup
 	for _, tc := range []struct {
 		name             string
 		dialer, listener Config
@@ -26,19 +28,21 @@ func TestConn(t *testing.T) {
 		{"never spins", Config{Spin: -1}, Config{Spin: -1}},
 		{"spins", Config{Spin: 50 * time.Microsecond}, Config{Spin: 50 * time.Microsecond}},
 	} {
-		t.Run(tc.name, func(t *testing.T) {
-			if testing.Short() && tc.name != "defaults" && tc.name != "tiny buffers" {
-				t.Skip("long")
-			}
-			onEveryAddr(t, func(t *testing.T, addr string) {
-				t.Parallel()
-				nettest.TestConn(t, func() (c1, c2 net.Conn, stop func(), err error) {
-					a, b := pairOf(t, tc.dialer, tc.listener, addr)
-					return a, b, func() { a.Close(); b.Close() }, nil
+		for _, addr := range testAddrs(t) {
+			wg.Go(func() {
+				t.Run(tc.name+"/"+addr, func(t *testing.T) {
+					if testing.Short() && tc.name != "defaults" {
+						t.Skip("long")
+					}
+					nettest.TestConn(t, func() (c1, c2 net.Conn, stop func(), err error) {
+						a, b := pairOf(t, tc.dialer, tc.listener, net.JoinHostPort(addr, "0"))
+						return a, b, func() { a.Close(); b.Close() }, nil
+					})
 				})
 			})
-		})
+		}
 	}
+	wg.Wait()
 }
 
 // TestConnOfFuncs goes by the functions that a program uses which only changes

@@ -29,11 +29,13 @@ type rxState struct {
 	flushed bool  // the receives were flushed: the queue pair is in error
 	ended   bool  // the reason is known, or was waited for
 	gone    bool  // Close has taken the slots
+	broken  bool  // the peer broke the protocol: nothing more is taken in
 	discard bool  // CloseRead
 
 	releaseFn func(*qp.Buffer)
 	wr        [1]qp.RecvWR // of the reader, readMu
 	controlWR [1]qp.RecvWR // pollMu
+	releaseWR [1]qp.RecvWR // mu
 }
 
 // received is a DATA frame, or what is left of it.
@@ -85,8 +87,8 @@ func (c *Conn) completed(wc *qp.WC) {
 func (c *Conn) received(wc *qp.WC) {
 	r := &c.rx
 	c.stats.framesReceived.Add(1)
-	if r.err != nil && r.err != io.EOF {
-		return // the connection has failed; its receives are not posted again
+	if r.broken {
+		return // its receives are not posted again
 	}
 	h, err := parseHeader(r.slots[wc.WRID].Block()[:wc.ByteLen])
 	if err == nil {
@@ -94,6 +96,7 @@ func (c *Conn) received(wc *qp.WC) {
 	}
 	if err != nil {
 		c.log().Info("rdma: connection aborted", "remote", c.remote.String(), "err", err)
+		r.broken = true
 		c.fail(err)
 		c.abort()
 		return
@@ -104,8 +107,8 @@ func (c *Conn) received(wc *qp.WC) {
 		r.n++
 		return
 	}
-	if h.typ == frameFin && r.err == nil {
-		r.err = io.EOF
+	if h.typ == frameFin {
+		r.err = io.EOF // even if a reset came since
 	}
 	r.control = append(r.control, wc.WRID)
 }
@@ -226,6 +229,9 @@ func (c *Conn) waitRead() error {
 	err := c.readEnd()
 	c.mu.Unlock()
 	if err != nil {
+		if c.poll() > 0 {
+			return nil // what had arrived before the end comes first
+		}
 		return err
 	}
 	if err := c.flushOpen(); err != nil { // what we wait for may be the answer to it
@@ -238,58 +244,59 @@ func (c *Conn) waitRead() error {
 // take copies what has arrived. readMu is held.
 func (c *Conn) take(p []byte) int {
 	done := 0
-	for done < len(p) {
-		f, ok := c.first()
-		if !ok {
-			break
-		}
+	f, due := c.first(), false
+	for f != nil && done < len(p) {
 		n := copy(p[done:], c.rx.slots[f.slot].Block()[f.off:f.off+f.n])
 		done += n
 		if n < f.n {
 			f.off, f.n = f.off+n, f.n-n
 			break
 		}
-		c.repost(c.pop())
+		f, due = c.consumed(f.slot)
 	}
 	if done > 0 {
 		c.tx.answers.Store(true)
-		c.returnCredits(false)
+	}
+	if due {
+		_ = c.sendControl(frameCredit, false) // a connection in error owes nothing
 	}
 	return done
 }
 
-// first returns the frame at the head of the queue. readMu is held, so that it
-// stays there.
-func (c *Conn) first() (*received, bool) {
+// first returns the frame at the head of the queue, or nil. readMu is held, so
+// that it stays there.
+func (c *Conn) first() *received {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if c.rx.n == 0 || c.rx.discard {
-		return nil, false
-	}
-	return &c.rx.queue[c.rx.head], true
+	return c.rx.first()
 }
 
-// pop removes the frame at the head of the queue and returns its slot.
-func (c *Conn) pop() uint64 {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	r := &c.rx
-	slot := r.queue[r.head].slot
+func (r *rxState) first() *received {
+	if r.n == 0 || r.discard {
+		return nil
+	}
+	return &r.queue[r.head]
+}
+
+// pop removes the frame at the head of the queue. Conn.mu is held.
+func (r *rxState) pop() {
 	r.head = (r.head + 1) % len(r.queue)
 	r.n--
-	return slot
 }
 
-// repost posts the receive of a DATA frame again, which is worth a credit.
-// readMu is held.
-func (c *Conn) repost(slot uint64) {
+// consumed posts the receive of the frame at the head again, which is worth a
+// credit, and returns the next frame and whether a CREDIT frame is due. readMu is
+// held.
+func (c *Conn) consumed(slot uint64) (next *received, due bool) {
 	c.rx.wr[0] = qp.RecvWR{WRID: slot, SGE: c.rx.slots[slot].BlockSGE()}
-	if _, err := c.qp.PostRecv(c.rx.wr[:]); err != nil {
-		return // it is gone; so is the need for credits
-	}
+	_, err := c.qp.PostRecv(c.rx.wr[:])
 	c.mu.Lock()
-	c.flow.posted(1)
-	c.mu.Unlock()
+	defer c.mu.Unlock()
+	c.rx.pop()
+	if err == nil { // else it is gone, and so is the need for credits
+		c.flow.posted(1)
+	}
+	return c.rx.first(), c.flow.due(false)
 }
 
 // returnCredits tells the peer about receives that were posted again, if it is
@@ -315,7 +322,7 @@ func (c *Conn) ReadBuffer() (*Buffer, error) {
 	defer c.readMu.Unlock()
 	err := c.readCheck()
 	for err == nil {
-		if f, ok := c.first(); ok {
+		if f := c.first(); f != nil {
 			return c.lend(*f), nil
 		}
 		err = c.waitRead()
@@ -327,8 +334,8 @@ func (c *Conn) ReadBuffer() (*Buffer, error) {
 func (c *Conn) lend(f received) *qp.Buffer {
 	b := c.rx.slots[f.slot]
 	b.SetWindow(f.off, f.n)
-	c.pop()
 	c.mu.Lock()
+	c.rx.pop()
 	c.rx.lent[f.slot] = true
 	c.mu.Unlock()
 	c.arena.retain()
@@ -337,23 +344,23 @@ func (c *Conn) lend(f received) *qp.Buffer {
 	return b
 }
 
-// bufferReleased is called when the caller of ReadBuffer releases it.
+// bufferReleased is called when the caller of ReadBuffer releases it. Its receive
+// is posted again, unless Close has begun.
 func (c *Conn) bufferReleased(b *qp.Buffer) {
 	c.mu.Lock()
-	gone := c.rx.gone
-	if !gone {
-		slot := c.slotOf(b)
-		c.rx.lent[slot] = false
-		if _, err := c.qp.PostRecv([]qp.RecvWR{{WRID: slot, SGE: b.BlockSGE()}}); err == nil {
+	slot := c.slotOf(b)
+	c.rx.lent[slot] = false
+	switch {
+	case c.rx.gone:
+		b.Free()
+	case !c.closed.Load():
+		c.rx.releaseWR[0] = qp.RecvWR{WRID: slot, SGE: b.BlockSGE()}
+		if _, err := c.qp.PostRecv(c.rx.releaseWR[:]); err == nil {
 			c.flow.posted(1)
 		}
 	}
 	c.mu.Unlock()
-	if gone {
-		b.Free()
-	} else {
-		c.returnCredits(true)
-	}
+	c.returnCredits(true)
 	_ = c.arena.release()
 }
 

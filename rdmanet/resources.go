@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"sync"
+	"sync/atomic"
 
 	"github.com/rdmanet/rdmanet/cm"
 	"github.com/rdmanet/rdmanet/qp"
@@ -95,7 +96,7 @@ type arena struct {
 	key  arenaKey
 	pd   *qp.PD
 	pool *qp.Pool
-	refs int // connections, and buffers that outlive theirs
+	refs atomic.Int64 // connections, and buffers that may outlive theirs
 }
 
 type arenaKey struct {
@@ -113,7 +114,7 @@ func acquireArena(dev qp.Device, cfg qp.PoolConfig) (*arena, error) {
 	defer arenas.Unlock()
 	key := arenaKey{dev, cfg}
 	if a := arenas.m[key]; a != nil {
-		a.refs++
+		a.refs.Add(1)
 		return a, nil
 	}
 	pd, err := dev.AllocPD()
@@ -124,7 +125,8 @@ func acquireArena(dev qp.Device, cfg qp.PoolConfig) (*arena, error) {
 	if err != nil {
 		return nil, errors.Join(err, pd.Close())
 	}
-	a := &arena{key: key, pd: pd, pool: pool, refs: 1}
+	a := &arena{key: key, pd: pd, pool: pool}
+	a.refs.Store(1)
 	if arenas.m == nil {
 		arenas.m = make(map[arenaKey]*arena)
 	}
@@ -132,16 +134,16 @@ func acquireArena(dev qp.Device, cfg qp.PoolConfig) (*arena, error) {
 	return a, nil
 }
 
-func (a *arena) retain() {
-	arenas.Lock()
-	a.refs++
-	arenas.Unlock()
-}
+// retain adds a user, while there is another.
+func (a *arena) retain() { a.refs.Add(1) }
 
 func (a *arena) release() error {
+	if a.refs.Add(-1) > 0 {
+		return nil
+	}
 	arenas.Lock()
 	defer arenas.Unlock()
-	if a.refs--; a.refs > 0 {
+	if a.refs.Load() > 0 || arenas.m[a.key] != a { // acquired again, and perhaps released
 		return nil
 	}
 	delete(arenas.m, a.key)

@@ -90,15 +90,21 @@ func (c *Conn) leadFor(w *waiter) error {
 		s.leader.Store(nil)
 		<-s.lead // a follower takes over
 	}()
-	start := time.Now()
-	defer func() { s.spin.ended(time.Since(start)) }()
-	for first := true; ; first = false {
-		// Wait may look for itself, which saves the first look here.
-		if !(first && s.waitPolls) && c.poll() > 0 || w.ready() {
+	var start time.Time
+	if s.spin.limit > 0 {
+		start = time.Now()
+		defer func() { s.spin.ended(time.Since(start)) }()
+	}
+	// A queue whose Wait looks for itself needs no look before the first one.
+	for look := !s.waitPolls; ; look = true {
+		if look {
+			polled := c.poll()
 			if w.ready() {
 				return nil
 			}
-			continue
+			if polled > 0 {
+				continue
+			}
 		}
 		if c.tx.creditLate.Swap(false) {
 			c.returnCredits(w == &s.read)

@@ -32,7 +32,8 @@ type txState struct {
 	blocks       []*qp.Buffer // ring by number: what to free when the send completes
 	spent        []*qp.Buffer // to be released; pollMu
 	err          error        // why writes fail
-	finSent      bool
+	finSent      bool         // no more is written
+	finPosted    bool         // writeMu
 
 	mu       sync.Mutex // the open block; taken with postMu held, or alone
 	open     *qp.Buffer // its credit and slot are reserved
@@ -326,9 +327,10 @@ func (c *Conn) postVector(v *vector, n int) error {
 	if frames < n { // a long gather list took fewer
 		c.unreserve(n - frames)
 	}
+	c.tx.socketFull.Store(true) // before it is: the news of room may come at once
 	taken, err := c.post(f.wrs[:frames], nil)
-	for i := range f.sgl[:frames] {
-		clear(f.sgl[i][:])
+	for i := range f.wrs[:frames] {
+		clear(f.wrs[i].SGL)
 	}
 	if taken < frames { // go back to the first frame that was not taken
 		*v = begun
@@ -339,9 +341,10 @@ func (c *Conn) postVector(v *vector, n int) error {
 		}
 	}
 	c.postMu.Unlock()
-	if errors.Is(err, syscall.EAGAIN) {
-		return c.waitRoom()
+	if errors.Is(err, syscall.EAGAIN) { // wait until a software provider's socket has room again
+		return c.waitFor(&c.wait.write)
 	}
+	c.tx.socketFull.Store(false)
 	return err
 }
 
@@ -358,12 +361,6 @@ func (c *Conn) gather(i int, v *vector) {
 	f.size[i] = size
 	header{typ: frameData, length: size}.put(f.hdrs[i][:])
 	f.wrs[i].SGL, f.wrs[i].Inline = sgl, true
-}
-
-// waitRoom waits until a software provider's socket has room again.
-func (c *Conn) waitRoom() error {
-	c.tx.socketFull.Store(true)
-	return c.waitFor(&c.wait.write)
 }
 
 // postCopies sends up to n frames, whose credits and slots are reserved, from
@@ -528,8 +525,9 @@ func (c *Conn) sendControl(typ frameType, waiting bool) error {
 	c.postMu.Lock()
 	defer c.postMu.Unlock()
 	c.mu.Lock()
-	full := t.posted-t.done+uint64(t.reserved) >= uint64(c.cfg.sends())
-	if typ == frameCredit && (full || !c.flow.due(waiting)) {
+	// HELLO and FIN find room even so.
+	full := t.posted-t.done+uint64(t.reserved) >= uint64(c.cfg.sends()-2)
+	if typ == frameCredit && (full || !c.flow.due(waiting) || c.closed.Load()) {
 		t.creditLate.Store(full)
 		c.mu.Unlock()
 		return nil
@@ -570,24 +568,41 @@ func (c *Conn) CloseWrite() error {
 		c.wakeup(&c.wait.write)
 		c.writeMu.Lock()
 		defer c.writeMu.Unlock()
-		if err = c.flushOpen(); err == nil {
-			err = c.sendControl(frameFin, false)
+		if c.closed.Load() { // Close sends FIN
+			err = net.ErrClosed
+		} else if err = c.flushOpen(); err == nil {
+			err = c.sendFin()
 		}
 	}
 	return opError(opClose, c.local, c.remote, err)
 }
 
+// sendFin sends FIN, once. writeMu is held.
+func (c *Conn) sendFin() error {
+	if c.tx.finPosted {
+		return nil
+	}
+	c.tx.finPosted = true
+	return c.sendControl(frameFin, false)
+}
+
 // NewBuffer returns an empty registered buffer with room for one frame, to be
 // filled (Resize, Bytes) and given to WriteBuffer, or released.
 func (c *Conn) NewBuffer() (*Buffer, error) {
-	if c.closed.Load() {
+	c.mu.Lock() // so that Close has not let the arena go
+	closed := c.closed.Load()
+	if !closed {
+		c.arena.retain()
+	}
+	c.mu.Unlock()
+	if closed {
 		return nil, opError(opWrite, c.local, c.remote, net.ErrClosed)
 	}
 	b, err := c.arena.pool.Get()
 	if err != nil {
+		_ = c.arena.release()
 		return nil, opError(opWrite, c.local, c.remote, err)
 	}
-	c.arena.retain()
 	b.SetOwner(c.tx.releaseFn)
 	b.Lend()
 	b.Resize(0)

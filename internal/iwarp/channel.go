@@ -50,7 +50,7 @@ func (c *eventChannel) Close() error {
 	if c.closed {
 		return os.ErrClosed
 	}
-	c.closed = true
+	c.closed, c.queue = true, nil
 	c.w.Close()
 	return c.r.Close()
 }

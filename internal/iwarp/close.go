@@ -9,19 +9,33 @@ import (
 	"time"
 
 	pool "github.com/libp2p/go-buffer-pool"
-	"golang.org/x/sys/unix"
 
 	"github.com/rdmanet/rdmanet/internal/iwarp/wire"
 	"github.com/rdmanet/rdmanet/internal/verbs"
 )
 
+// A connection ends in one of these ways. Each flushes what is posted and
+// reports DISCONNECTED; whichever is first wins.
+//
+//	disconnect  we end it in order, and wait for the peer's end
+//	rxFailed    the peer ended it, in order or not, or broke the protocol
+//	abort       we reset it
+//
+// The socket stays open until the id is destroyed, except after a reset. A
+// net.Conn's Close waits for whoever is in the socket, who may wait for a lock
+// of the QP: so nothing closes it with such a lock held.
+
 // ending is what remains to be done for a connection that is over.
 type ending struct {
 	once    sync.Once // DISCONNECTED is reported once
 	drain   sync.WaitGroup
-	mu      sync.Mutex
+	mu      sync.Mutex // guards the read deadline while draining
 	stopped bool
 }
+
+// drainTimeout bounds how long a closing connection waits for the peer's end.
+// It is a variable for tests.
+var drainTimeout = 10 * time.Second
 
 // ended reports DISCONNECTED.
 func (q *qp) ended(err error) {
@@ -36,101 +50,132 @@ func (q *qp) ended(err error) {
 // has not read yet. Sends that are cut off in the middle leave no order to keep:
 // the connection is aborted.
 func (q *qp) disconnect() {
+	if cutOff := q.shut(); cutOff {
+		q.reset()
+		q.ended(nil)
+	}
+}
+
+// shut does what disconnect needs the locks for.
+func (q *qp) shut() (cutOff bool) {
 	q.rx.mu.Lock()
 	defer q.rx.mu.Unlock()
 	if q.rx.state != halfOpen {
-		return // the peer was first
+		return false // the peer was first
 	}
 	q.tx.mu.Lock()
 	defer q.tx.mu.Unlock()
-	cutOff := q.tx.state == halfOpen && (q.tx.n > 0 || q.tx.batch.unsent > 0)
+	cutOff = q.tx.n > 0 || q.tx.batch.unsent > 0
+	failed := q.tx.err
 	q.flushRecvs()
 	q.flushSends()
 	if cutOff {
-		q.reset()
-		q.ended(nil)
-		return
+		return true
 	}
-	q.conn.CloseWrite()
-	q.discard(func() { q.ended(nil) })
+	q.link.CloseWrite()
+	q.discard(func(err error) { q.ended(errors.Join(failed, err)) })
+	return false
 }
 
-// discard reads until the peer's end, for a bounded time, then calls done.
-func (q *qp) discard(done func()) {
+// discard reads until the peer's end, for a bounded time, then says whether it
+// was in order. Both halves are dead.
+func (q *qp) discard(done func(error)) {
 	q.end.drain.Go(func() {
-		defer done()
-		deadline := time.Now().Add(drainTimeout)
-		buf := pool.Get(stagingSize)
-		defer pool.Put(buf)
-		// Whoever waits must see the deadline that ends its wait before it is
-		// moved again. The end of the receive side lets nobody wait any more.
+		// The Wait in progress ends by a deadline, which it then resets. No other
+		// comes after it.
 		q.cq.waits.Lock()
 		q.cq.waits.Unlock() //nolint:staticcheck // an empty critical section is the point
-		q.conn.SetReadDeadline(deadline)
+		if !q.end.begin(q.link) {
+			return
+		}
+		buf := pool.Get(stagingSize)
+		defer pool.Put(buf)
 		for {
-			_, err := q.conn.Read(buf)
-			q.end.mu.Lock()
-			over := err != nil && (q.end.stopped || !isTimeout(err) || time.Now().After(deadline))
-			if err != nil && !over { // a late Wake changed the deadline
-				q.conn.SetReadDeadline(deadline)
-			}
-			q.end.mu.Unlock()
-			if over {
+			if _, err := q.link.Read(buf); err == io.EOF {
+				done(nil)
+				return
+			} else if err != nil {
+				done(err)
 				return
 			}
 		}
 	})
 }
 
-func isTimeout(err error) bool {
-	t, ok := errors.AsType[interface {
-		error
-		Timeout() bool
-	}](err)
-	return ok && t.Timeout()
+// begin sets the deadline of a drain, unless it has been stopped.
+func (e *ending) begin(l link) bool {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if e.stopped {
+		return false
+	}
+	l.SetReadDeadline(time.Now().Add(drainTimeout))
+	return true
+}
+
+// stop ends a drain and waits for it.
+func (e *ending) stop(l link) {
+	e.mu.Lock()
+	e.stopped = true
+	l.SetReadDeadline(longAgo)
+	e.mu.Unlock()
+	e.drain.Wait()
 }
 
 // rxFailed ends the connection because of what was, or was not, received.
 // q.rx.mu is held.
 func (q *qp) rxFailed(err error) {
 	r := &q.rx
-	var fault *wire.ProtocolError
-	switch {
-	case errors.As(err, &fault):
+	if fault, ok := errors.AsType[*wire.ProtocolError](err); ok {
 		q.terminate(fault)
 		return
-	case err == io.EOF && r.phase == phaseHeader && r.hi == r.lo && r.off == 0:
-		err = nil // in order
-	case err == io.EOF:
-		err = fmt.Errorf("the peer's stream ended inside a message: %w", syscall.ECONNRESET)
+	}
+	if err == io.EOF {
+		err = nil
+		if r.phase != phaseHeader || r.hi > r.lo || r.begun {
+			err = fmt.Errorf("the peer's stream ended inside a message: %w", syscall.ECONNRESET)
+		}
 	}
 	q.flushRecvs()
 	q.tx.mu.Lock()
 	defer q.tx.mu.Unlock()
+	if err == nil {
+		err = q.tx.err // a reset is seen once, here or by a send
+	}
 	q.flushSends()
-	q.conn.CloseWrite()
-	q.conn.SetWriteDeadline(longAgo) // a flusher ends
+	q.link.CloseWrite()
+	q.link.SetWriteDeadline(longAgo) // the flusher ends
 	q.ended(err)
 }
 
+// terminatedBy is the error of a Terminate message with that payload.
+func terminatedBy(payload []byte) error {
+	t, err := wire.ParseTerminate(payload)
+	terminated := &wire.TerminateError{Remote: true, Terminate: t}
+	if err != nil {
+		return &errnoError{fmt.Errorf("%w (%w)", terminated, err), syscall.ECONNRESET}
+	}
+	return &errnoError{terminated, syscall.ECONNRESET}
+}
+
 // terminate answers a peer's fault with a Terminate message, the last thing
-// that is sent (RFC 5040 section 4.8). q.rx.mu is held.
+// that is sent (RFC 5040 section 4.8), if what is before it went out whole.
+// q.rx.mu is held.
 func (q *qp) terminate(fault *wire.ProtocolError) {
 	r := &q.rx
-	t := wire.NewTerminate(fault.Code, r.first[:min(len(r.first), r.ulpdu)], r.ulpdu)
+	t := wire.NewTerminate(fault.Code, r.raw[:min(len(r.raw), r.ulpdu)], r.ulpdu)
 	q.flushRecvs()
 	q.tx.mu.Lock()
 	defer q.tx.mu.Unlock()
-	whole := q.tx.state == halfOpen && q.tx.batch.unsent == 0 && q.tx.cut.sent == 0
+	whole := q.tx.state == halfOpen && q.tx.batch.unsent == 0
 	q.flushSends()
 	if whole {
-		frame := terminateFPDU(&t, q.crc)
-		retry(func() (int, error) { return unix.Write(q.fd, frame) }) // best effort
+		q.link.writev([][]byte{terminateFPDU(&t, q.crc)}) // best effort
 	}
-	q.conn.CloseWrite()
-	q.conn.SetWriteDeadline(longAgo)
+	q.link.CloseWrite()
+	q.link.SetWriteDeadline(longAgo) // the flusher ends
 	q.ended(&errnoError{fmt.Errorf("%w: %w", &wire.TerminateError{Terminate: t}, fault), syscall.EPROTO})
-	q.discard(func() {})
+	q.discard(func(error) {})
 }
 
 func terminateFPDU(t *wire.Terminate, crc bool) []byte {
@@ -149,41 +194,45 @@ func terminateFPDU(t *wire.Terminate, crc bool) []byte {
 
 // abort flushes all work. The peer of a live connection sees a reset.
 func (q *qp) abort() {
-	q.rx.mu.Lock()
-	defer q.rx.mu.Unlock()
-	q.tx.mu.Lock()
-	defer q.tx.mu.Unlock()
-	live := q.rx.state == halfOpen || q.tx.state == halfOpen
-	q.flushRecvs()
-	q.flushSends()
-	if live {
+	if live := q.kill(); live {
 		q.reset()
 		q.ended(syscall.ECONNABORTED)
 	}
 }
 
-// reset closes the socket so that the peer sees a reset. Both halves are dead
-// and their locks held, so that nobody uses the descriptor.
+// kill flushes all work, and reports whether there was a live connection.
+func (q *qp) kill() (live bool) {
+	q.rx.mu.Lock()
+	defer q.rx.mu.Unlock()
+	q.tx.mu.Lock()
+	defer q.tx.mu.Unlock()
+	live = q.rx.state == halfOpen
+	q.flushRecvs()
+	q.flushSends()
+	return live
+}
+
+// reset closes the socket so that the peer sees a reset. Both halves are dead,
+// by the caller's doing.
 func (q *qp) reset() {
 	unwatch(q)
-	q.conn.SetLinger(0)
-	q.conn.Close()
+	q.link.SetLinger(0)
+	q.link.Close()
 }
 
 // release ends what still runs for the connection, before its socket is closed.
 func (q *qp) release() {
 	q.abort()
-	if q.conn == nil {
-		return
-	}
 	unwatch(q)
-	q.end.mu.Lock()
-	q.end.stopped = true
-	q.conn.SetReadDeadline(longAgo)
-	q.end.mu.Unlock()
-	q.end.drain.Wait()
+	if l := q.connection(); l != nil {
+		q.end.stop(l)
+	}
 }
 
 // hangup is called when the peer has ended its stream: what came before is
 // received, then the end.
-func (q *qp) hangup() { q.progress(len(q.cq.ring), shortIsNothing) }
+func (q *qp) hangup() {
+	for empty := false; !empty; {
+		_, empty = q.progress(len(q.cq.ring), shortIsNothing)
+	}
+}

@@ -9,17 +9,26 @@ import (
 )
 
 // cq is a ring of completions. Waiting on it waits on its QP's socket.
+//
+// A Wait is either running, and then sees for itself what happens, or parked in
+// the netpoller, and then a deadline in the past ends it. Which of the two it is
+// changes only with mu held, as does the deadline.
 type cq struct {
-	mu    sync.Mutex
-	ring  []verbs.WC
-	head  int
-	armed armed
-	count atomic.Int32 // completions in the ring
+	mu     sync.Mutex
+	ring   []verbs.WC
+	head   int
+	armed  armed
+	room   bool // the socket had room again while nobody was armed for it
+	woken  bool // a Wake that no Wait has seen yet
+	parked link // where a Wait is parked
+	late   bool // its read deadline is in the past
+	awake  sync.Cond
 
-	qp     atomic.Pointer[qp]
-	waits  sync.Mutex    // held by the Wait that is in the netpoller
-	wake   chan struct{} // one token: a Wake that nobody has seen yet
-	waitFn func(uintptr) bool
+	count atomic.Int32 // completions in the ring
+	qp    atomic.Pointer[qp]
+
+	waits   sync.Mutex // held by the Wait that uses the socket
+	readyFn func(uintptr) bool
 }
 
 type armed uint8
@@ -33,41 +42,43 @@ const (
 var longAgo = time.Unix(1, 0)
 
 func newCQ(depth int) *cq {
-	c := &cq{ring: make([]verbs.WC, depth), wake: make(chan struct{}, 1)}
-	c.waitFn = c.ready
+	c := &cq{ring: make([]verbs.WC, depth)}
+	c.awake.L = &c.mu
+	c.readyFn = c.ready
 	return c
 }
 
 // push adds a completion. If the CQ is armed for it, a Wait ends.
 func (c *cq) push(wc verbs.WC, solicited bool) {
 	c.mu.Lock()
+	defer c.mu.Unlock()
 	n := int(c.count.Load())
 	if n == len(c.ring) {
-		// qp sizes its queues within the CQ, so this takes a bug of ours.
+		// newQP and package qp keep what is outstanding within the CQ, so this
+		// takes a bug of ours.
 		panic("iwarp: completion queue overrun")
 	}
 	c.ring[(c.head+n)%len(c.ring)] = wc
 	c.count.Add(1)
-	fire := c.armed == armedAll || c.armed == armedSolicited && (solicited || wc.Status != verbs.StatusSuccess)
-	if fire {
-		c.armed = armedNot
-	}
-	c.mu.Unlock()
-	if fire {
-		c.Wake()
+	if c.armed == armedAll || c.armed == armedSolicited && (solicited || wc.Status != verbs.StatusSuccess) {
+		c.fire()
 	}
 }
 
-// kick ends a Wait that waits for sends: the socket has room again.
-func (c *cq) kick() {
+// fire is the event that the CQ is armed for. c.mu is held.
+func (c *cq) fire() {
+	c.armed = armedNot
+	c.wake()
+}
+
+// hasRoom ends the Wait of whoever was refused a send: the socket has room
+// again. If nobody waits yet, the next Arm finds out.
+func (c *cq) hasRoom() {
 	c.mu.Lock()
-	fire := c.armed == armedAll
-	if fire {
-		c.armed = armedNot
-	}
-	c.mu.Unlock()
-	if fire {
-		c.Wake()
+	defer c.mu.Unlock()
+	c.room = c.armed == armedNot
+	if !c.room {
+		c.fire()
 	}
 }
 
@@ -80,7 +91,9 @@ func (c *cq) pop(wc []verbs.WC) int {
 	n := min(len(wc), int(c.count.Load()))
 	for i := range n {
 		wc[i] = c.ring[c.head]
-		c.head = (c.head + 1) % len(c.ring)
+		if c.head++; c.head == len(c.ring) {
+			c.head = 0
+		}
 	}
 	c.count.Add(-int32(n))
 	return n
@@ -100,66 +113,102 @@ func (c *cq) Poll(wc []verbs.WC) (int, error) {
 func (c *cq) Arm(solicitedOnly bool) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
+	want := armedAll
 	if solicitedOnly {
-		c.armed = max(c.armed, armedSolicited)
-	} else {
-		c.armed = armedAll
+		want = armedSolicited
+	}
+	c.armed = max(c.armed, want)
+	if c.room {
+		c.room = false
+		c.fire()
 	}
 	return nil
 }
 
-// Wait parks in the netpoller until the socket is readable. Before there is a
-// connection and after it has ended, only completions and Wake end it.
+// Wait parks in the netpoller until a message has come. While there is no
+// connection only completions and Wake end it.
 func (c *cq) Wait() error {
+	if !c.waitForSocket() {
+		c.waitForWake()
+	}
+	return nil
+}
+
+// waitForSocket returns false at once if there is no open connection.
+func (c *cq) waitForSocket() bool {
+	c.waits.Lock()
+	defer c.waits.Unlock()
 	q := c.qp.Load()
 	if q == nil || !q.open.Load() {
-		if c.count.Load() == 0 {
-			<-c.wake
-		}
-		return nil
+		return false
 	}
-	c.waits.Lock()
-	err := q.raw.Read(c.waitFn)
-	c.waits.Unlock()
-	if err != nil {
-		// Woken. The token goes first: a Wake that comes between the two
-		// leaves it for the next Wait.
-		select {
-		case <-c.wake:
-		default:
-		}
-		if q.open.Load() {
-			q.conn.SetReadDeadline(time.Time{})
-		}
+	q.link.awaitRead(c.readyFn) // an error is a wake-up too
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.late {
+		q.link.SetReadDeadline(time.Time{})
 	}
-	return nil
+	c.parked, c.late, c.woken = nil, false, false
+	return true
 }
 
-// ready runs in the netpoller's read loop: it reports whether to stop waiting.
+// ready is called whenever the socket is readable, and once before the first
+// park. It reports whether the Wait is over.
 func (c *cq) ready(uintptr) bool {
-	select {
-	case <-c.wake:
-		return true
-	default:
-	}
-	if c.count.Load() > 0 {
-		return true
-	}
 	q := c.qp.Load()
-	q.progress(waitBatch, shortIsEmptyIfDone)
-	return c.count.Load() > 0 || !q.open.Load()
+	if q == nil || c.run() {
+		return true
+	}
+	done, empty := q.progress(waitBatch, shortIsEmptyIfDone)
+	return done > 0 || !empty || !c.park(q)
 }
 
 // waitBatch is how many messages one wake-up takes from the socket at most.
 const waitBatch = 8
 
-func (c *cq) Wake() {
-	select {
-	case c.wake <- struct{}{}:
-	default:
+// run notes that the Wait is not parked, and reports whether it is over.
+func (c *cq) run() bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.parked = nil
+	return c.woken || c.count.Load() > 0
+}
+
+// park notes that the Wait is parked, unless there is a reason not to.
+func (c *cq) park(q *qp) bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.woken || c.count.Load() > 0 || !q.open.Load() {
+		return false
 	}
-	if q := c.qp.Load(); q != nil && q.open.Load() {
-		q.conn.SetReadDeadline(longAgo)
+	c.parked = q.link
+	return true
+}
+
+func (c *cq) waitForWake() {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	for !c.woken && c.count.Load() == 0 {
+		c.awake.Wait()
+	}
+	c.woken = false
+}
+
+func (c *cq) Wake() {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.wake()
+}
+
+func (c *cq) wake() {
+	if c.woken {
+		return
+	}
+	c.woken = true
+	c.awake.Signal()
+	if c.parked != nil {
+		c.parked.SetReadDeadline(longAgo)
+		c.late = true
 	}
 }
 

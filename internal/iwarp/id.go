@@ -8,6 +8,7 @@ import (
 	"net"
 	"net/netip"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"time"
 
@@ -29,7 +30,7 @@ type id struct {
 	parent   *listener // of an id that came with a connect request
 	afOnly   bool
 	keep     net.KeepAliveConfig
-	log      *slog.Logger
+	log      atomic.Pointer[slog.Logger]
 	wg       sync.WaitGroup // the dialing goroutine
 
 	events struct { // innermost but for the channel's own lock
@@ -59,7 +60,8 @@ var stateNames = [...]string{"idle", "bound", "address resolved", "route resolve
 func (s state) String() string { return stateNames[s] }
 
 func newID(ch *eventChannel) *id {
-	i := &id{log: slog.New(slog.DiscardHandler), keep: net.KeepAliveConfig{Enable: true}}
+	i := &id{keep: net.KeepAliveConfig{Enable: true}}
+	i.log.Store(slog.New(slog.DiscardHandler))
 	i.events.ch = ch
 	return i
 }
@@ -93,7 +95,7 @@ func (i *id) Bind(a netip.AddrPort) error {
 	if !a.IsValid() {
 		return fmt.Errorf("bind: invalid address: %w", syscall.EINVAL)
 	}
-	i.local, i.state = a, stateBound
+	i.local, i.state = unmapped(a), stateBound
 	return nil
 }
 
@@ -111,22 +113,33 @@ func (i *id) ResolveAddr(src, dst netip.AddrPort, _ time.Duration) error {
 	if i.state == stateBound {
 		src = i.local
 	}
-	probe := net.Dialer{}
-	if src.IsValid() {
-		probe.LocalAddr = net.UDPAddrFromAddrPort(netip.AddrPortFrom(src.Addr(), 0))
-	}
-	c, err := probe.Dial("udp", netip.AddrPortFrom(dst.Addr(), max(dst.Port(), 1)).String())
+	local, err := route(unmapped(src), unmapped(dst))
 	if err != nil {
 		i.post(&verbs.Event{Type: verbs.EventAddrError, Err: withErrno(err, syscall.EHOSTUNREACH)})
 		return nil
 	}
-	if !src.IsValid() || src.Addr().IsUnspecified() {
-		src = netip.AddrPortFrom(unmapped(c.LocalAddr().(*net.UDPAddr).AddrPort()).Addr(), src.Port())
-	}
-	c.Close()
-	i.local, i.remote, i.state = src, dst, stateAddrResolved
+	i.local, i.remote, i.state = local, unmapped(dst), stateAddrResolved
 	i.post(&verbs.Event{Type: verbs.EventAddrResolved})
 	return nil
+}
+
+// route returns src with the address filled in that routes to dst.
+func route(src, dst netip.AddrPort) (netip.AddrPort, error) {
+	var probe net.Dialer
+	fixed := src.IsValid() && !src.Addr().IsUnspecified()
+	if fixed {
+		probe.LocalAddr = net.UDPAddrFromAddrPort(netip.AddrPortFrom(src.Addr(), 0))
+	}
+	c, err := probe.Dial("udp", netip.AddrPortFrom(dst.Addr(), max(dst.Port(), 1)).String())
+	if err != nil {
+		return src, err
+	}
+	defer c.Close()
+	if fixed {
+		return src, nil
+	}
+	local := unmapped(c.LocalAddr().(*net.UDPAddr).AddrPort())
+	return netip.AddrPortFrom(local.Addr(), src.Port()), nil
 }
 
 // ResolveRoute has nothing to find: TCP routes by address.
@@ -167,16 +180,20 @@ func (i *id) Connect(p verbs.ConnParam) error {
 	if i.qp == nil {
 		return fmt.Errorf("connect: id has no QP: %w", syscall.EINVAL)
 	}
+	req, err := requestFrame(p)
+	if err != nil {
+		return fmt.Errorf("connect: %w", err)
+	}
 	ctx, cancel := context.WithCancel(context.Background())
 	i.cancel, i.state = cancel, stateConnecting
-	p.PrivateData = append([]byte(nil), p.PrivateData...)
-	i.wg.Go(func() { i.dial(ctx, p) })
+	local, remote := i.local, i.remote
+	i.wg.Go(func() { i.dial(ctx, local, remote, req) })
 	return nil
 }
 
 // dial connects and reports how it went, unless ctx ends first.
-func (i *id) dial(ctx context.Context, p verbs.ConnParam) {
-	conn, reply, err := dialSetup(ctx, i.local, i.remote, p)
+func (i *id) dial(ctx context.Context, local, remote netip.AddrPort, req wire.SetupFrame) {
+	conn, reply, err := dialSetup(ctx, local, remote, req)
 	i.mu.Lock()
 	defer i.mu.Unlock()
 	if ctx.Err() != nil {
@@ -186,27 +203,37 @@ func (i *id) dial(ctx context.Context, p verbs.ConnParam) {
 		return
 	}
 	if err == nil {
-		err = i.established(conn, reply.CRC || p.CRC)
+		err = i.established(conn, reply.CRC || req.CRC, reply.PrivateData)
 	}
 	if err != nil {
-		i.state = stateFailed
+		i.failed()
 		i.post(connectFailure(err))
-		return
 	}
-	i.post(&verbs.Event{Type: verbs.EventEstablished, PrivateData: reply.PrivateData})
 }
 
-// established starts the QP on a connection whose set-up is done. i.mu is held.
-func (i *id) established(conn *net.TCPConn, crc bool) error {
+// established starts the QP on a connection whose set-up is done, and reports
+// it. If it fails the connection is closed. i.mu is held.
+func (i *id) established(conn *net.TCPConn, crc bool, privateData []byte) error {
 	conn.SetKeepAliveConfig(i.keep)
-	if err := i.qp.start(conn, crc); err != nil {
+	l, err := newTCPLink(conn)
+	if err == nil {
+		err = i.qp.start(l, l.mss, crc, &verbs.Event{Type: verbs.EventEstablished, PrivateData: privateData})
+	}
+	if err != nil {
 		conn.Close()
 		return err
 	}
+	watch(i.qp, l.raw)
 	i.conn, i.state = conn, stateConnected
 	i.local = unmapped(conn.LocalAddr().(*net.TCPAddr).AddrPort())
 	i.remote = unmapped(conn.RemoteAddr().(*net.TCPAddr).AddrPort())
 	return nil
+}
+
+// failed ends an attempt to connect. i.mu is held.
+func (i *id) failed() {
+	i.state = stateFailed
+	i.qp.abort()
 }
 
 func (i *id) Accept(p verbs.ConnParam) error {
@@ -218,18 +245,20 @@ func (i *id) Accept(p verbs.ConnParam) error {
 	if i.qp == nil {
 		return fmt.Errorf("accept: id has no QP: %w", syscall.EINVAL)
 	}
-	i.leaveBacklog()
 	crc := i.request.CRC || p.CRC
-	conn := i.conn
-	if err := replySetup(conn, i.request, wire.SetupFrame{CRC: crc, PrivateData: p.PrivateData}); err != nil {
-		i.state = stateFailed
+	reply, err := replyTo(i.request, wire.SetupFrame{CRC: crc, PrivateData: p.PrivateData})
+	if err != nil {
+		return fmt.Errorf("accept: %w", err)
+	}
+	i.leaveBacklog()
+	err = send(i.conn, reply)
+	if err == nil {
+		err = i.established(i.conn, crc, nil)
+	}
+	if err != nil {
+		i.failed()
 		return fmt.Errorf("accept: %w", withErrno(err, syscall.ECONNRESET))
 	}
-	if err := i.established(conn, crc); err != nil {
-		i.state = stateFailed
-		return fmt.Errorf("accept: %w", withErrno(err, syscall.ECONNRESET))
-	}
-	i.post(&verbs.Event{Type: verbs.EventEstablished})
 	return nil
 }
 
@@ -239,9 +268,13 @@ func (i *id) Reject(privateData []byte) error {
 	if err := i.in("reject", stateRequested); err != nil {
 		return err
 	}
+	reply, err := replyTo(i.request, wire.SetupFrame{Reject: true, PrivateData: privateData})
+	if err != nil {
+		return fmt.Errorf("reject: %w", err)
+	}
 	i.leaveBacklog()
 	i.state = stateFailed
-	if err := replySetup(i.conn, i.request, wire.SetupFrame{Reject: true, PrivateData: privateData}); err != nil {
+	if err := send(i.conn, reply); err != nil {
 		return fmt.Errorf("reject: %w", withErrno(err, syscall.ECONNRESET))
 	}
 	i.conn.CloseWrite()
@@ -272,13 +305,22 @@ func (i *id) Migrate(ch verbs.EventChannel) error {
 	}
 	i.events.Lock()
 	defer i.events.Unlock()
-	moved := i.events.ch.take(func(ev *verbs.Event) bool { return ev.ID == i || ev.Listener == i })
+	if i.events.ch == to {
+		return nil
+	}
+	moved := i.events.ch.take(i.concerns)
 	i.events.ch = to
 	for _, ev := range moved {
+		if child := ev.ID.(*id); child != i {
+			child.Migrate(to) // nobody has it yet, so it has no events
+		}
 		to.push(ev)
 	}
 	return nil
 }
+
+// concerns reports whether an event is lost with the id.
+func (i *id) concerns(ev *verbs.Event) bool { return ev.ID == i || ev.Listener == i }
 
 // Destroy cancels whatever the id is doing and closes its connection or
 // listener. Connect requests that nobody got are turned away.
@@ -299,8 +341,8 @@ func (i *id) Destroy() error {
 		ln.close()
 	}
 	i.wg.Wait()
-	for _, ev := range ch.take(func(ev *verbs.Event) bool { return ev.ID == i || ev.Listener == i }) {
-		if child, ok := ev.ID.(*id); ok && child != i {
+	for _, ev := range ch.take(i.concerns) {
+		if child := ev.ID.(*id); child != i {
 			child.Reject(nil)
 			child.Destroy()
 		}
@@ -347,14 +389,12 @@ func (i *id) SetKeepAlive(k net.KeepAliveConfig) error {
 	if i.conn == nil {
 		return nil
 	}
-	return i.conn.SetKeepAliveConfig(k)
+	return withErrno(i.conn.SetKeepAliveConfig(k), syscall.ENOTCONN)
 }
 
 func (i *id) SetLogger(l *slog.Logger) {
-	i.mu.Lock()
-	defer i.mu.Unlock()
 	if l != nil {
-		i.log = l
+		i.log.Store(l)
 	}
 }
 

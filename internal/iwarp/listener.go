@@ -4,9 +4,9 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"log/slog"
 	"net"
 	"net/netip"
+	"slices"
 	"sync"
 	"syscall"
 	"time"
@@ -20,13 +20,16 @@ import (
 // out its own idlers, and an honest peer, who is done in a round trip, gets in.
 const maxHalfOpen = 256
 
+// maxBacklog is what a backlog of 0 means, as in the kernel's rdma_cm.
+const maxBacklog = 1024
+
 // listener accepts TCP connections, reads their set-up requests side by side
 // and reports them as connect requests.
 type listener struct {
 	id      *id
 	ln      *net.TCPListener
-	log     *slog.Logger
 	backlog int
+	done    chan struct{} // closed with closed
 	wg      sync.WaitGroup
 
 	mu       sync.Mutex
@@ -41,15 +44,16 @@ func (i *id) Listen(backlog int) error {
 	if err := i.in("listen", stateBound); err != nil {
 		return err
 	}
-	network := "tcp"
-	if i.afOnly && i.local.Addr().Is6() {
-		network = "tcp6"
+	if backlog <= 0 {
+		backlog = maxBacklog
 	}
-	ln, err := (&net.ListenConfig{}).Listen(context.Background(), network, i.local.String())
+	var lc net.ListenConfig
+	lc.SetMultipathTCP(false)
+	ln, err := lc.Listen(context.Background(), i.network(), i.local.String())
 	if err != nil {
 		return fmt.Errorf("listen: %w", withErrno(err, syscall.EINVAL))
 	}
-	l := &listener{id: i, ln: ln.(*net.TCPListener), log: i.log, backlog: max(backlog, 1)}
+	l := &listener{id: i, ln: ln.(*net.TCPListener), backlog: backlog, done: make(chan struct{})}
 	i.listener, i.state = l, stateListening
 	port := ln.Addr().(*net.TCPAddr).AddrPort().Port()
 	i.local = netip.AddrPortFrom(i.local.Addr(), port)
@@ -57,18 +61,39 @@ func (i *id) Listen(backlog int) error {
 	return nil
 }
 
+// network is the one to listen on. Package net would take IPv6 on the IPv4
+// wildcard, too.
+func (i *id) network() string {
+	switch {
+	case i.local.Addr().Is4():
+		return "tcp4"
+	case i.afOnly:
+		return "tcp6"
+	}
+	return "tcp"
+}
+
 // accept runs until the listener is closed.
 func (l *listener) accept() {
+	const minPause, maxPause = 5 * time.Millisecond, time.Second
+	pause := minPause
 	for {
 		conn, err := l.ln.AcceptTCP()
-		switch {
-		case errors.Is(err, net.ErrClosed):
+		if errors.Is(err, net.ErrClosed) {
 			return
-		case err != nil: // out of descriptors or memory: let some go
-			l.log.Warn("rdma: accept failed", "provider", Name, "addr", l.ln.Addr().String(), "err", err)
-			time.Sleep(5 * time.Millisecond)
+		}
+		if err != nil { // out of descriptors or memory
+			l.id.log.Load().Warn("rdma: accept failed", "provider", Name, "addr", l.ln.Addr().String(), "err", err)
+			l.dropOldest()
+			select {
+			case <-time.After(pause):
+			case <-l.done:
+				return
+			}
+			pause = min(2*pause, maxPause)
 			continue
 		}
+		pause = minPause
 		if !l.enter(conn) {
 			conn.Close()
 			return
@@ -85,47 +110,85 @@ func (l *listener) enter(conn *net.TCPConn) bool {
 		return false
 	}
 	if len(l.halfOpen) == maxHalfOpen {
-		l.halfOpen[0].Close()
-		l.halfOpen = l.halfOpen[1:]
+		l.drop()
 	}
 	l.halfOpen = append(l.halfOpen, conn)
 	return true
 }
 
-// setup reads one request and reports it.
+func (l *listener) dropOldest() {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if len(l.halfOpen) > 0 {
+		l.drop()
+	}
+}
+
+// drop closes the oldest half-open connection. l.mu is held.
+func (l *listener) drop() {
+	l.halfOpen[0].Close() // its setup ends
+	l.halfOpen = slices.Delete(l.halfOpen, 0, 1)
+}
+
+// setup reads one request and reports it, or turns the peer away.
 func (l *listener) setup(conn *net.TCPConn) {
 	conn.SetReadDeadline(time.Now().Add(setupTimeout))
 	req, err := readSetup(conn, false)
 	conn.SetReadDeadline(time.Time{})
-	if err == nil && req.Markers {
-		err = errMarkers
-		replySetup(conn, req, wire.SetupFrame{Reject: true})
+	if !l.exit(conn) {
+		err = errFlooded
 	}
-	l.mu.Lock()
-	for n, c := range l.halfOpen {
-		if c == conn {
-			l.halfOpen = append(l.halfOpen[:n:n], l.halfOpen[n+1:]...)
-			break
+	if err == nil {
+		err = l.admit(conn, req)
+		if err == nil {
+			return
+		}
+		if reject, err := replyTo(req, wire.SetupFrame{Reject: true}); err == nil {
+			send(conn, reject)
 		}
 	}
-	full := l.waiting >= l.backlog
-	if err == nil && !full && !l.closed {
-		l.waiting++
-		l.request(conn, req)
-		l.mu.Unlock()
-		return
-	}
-	closed := l.closed
-	l.mu.Unlock()
-	if err == nil && full {
-		err = fmt.Errorf("backlog of %d connect requests is full", l.backlog)
-		replySetup(conn, req, wire.SetupFrame{Reject: true})
-	}
-	if !closed {
-		l.log.Info("rdma: connection refused", "provider", Name, "peer", conn.RemoteAddr().String(), "err", err)
-	}
 	conn.Close()
+	if !l.isClosed() {
+		l.id.log.Load().Info("rdma: connection refused", "provider", Name, "peer", conn.RemoteAddr().String(), "err", err)
+	}
 }
+
+// exit notes that a connection is no longer half open, unless it was dropped.
+func (l *listener) exit(conn *net.TCPConn) bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	n := slices.Index(l.halfOpen, conn)
+	if n < 0 {
+		return false
+	}
+	l.halfOpen = slices.Delete(l.halfOpen, n, n+1)
+	return true
+}
+
+// admit reports a connect request, if it can be met and there is room for it.
+func (l *listener) admit(conn *net.TCPConn, req wire.SetupFrame) error {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	switch {
+	case l.closed:
+		return net.ErrClosed
+	case req.Markers:
+		return errMarkers
+	case l.waiting >= l.backlog:
+		return fmt.Errorf("backlog of %d connect requests is full", l.backlog)
+	}
+	l.waiting++
+	l.request(conn, req)
+	return nil
+}
+
+func (l *listener) isClosed() bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.closed
+}
+
+var errFlooded = fmt.Errorf("pushed out by %d newer connections that are in their set-up", maxHalfOpen)
 
 // request reports a connect request with a new id. l.mu is held.
 func (l *listener) request(conn *net.TCPConn, req wire.SetupFrame) {
@@ -135,7 +198,7 @@ func (l *listener) request(conn *net.TCPConn, req wire.SetupFrame) {
 	child.state, child.conn, child.request, child.parent = stateRequested, conn, req, l
 	child.local = unmapped(conn.LocalAddr().(*net.TCPAddr).AddrPort())
 	child.remote = unmapped(conn.RemoteAddr().(*net.TCPAddr).AddrPort())
-	child.log = l.log
+	child.log.Store(l.id.log.Load())
 	l.id.events.ch.push(&verbs.Event{
 		Type: verbs.EventConnectRequest, ID: child, Listener: l.id, PrivateData: req.PrivateData,
 	})
@@ -151,11 +214,16 @@ func (l *listener) leave() {
 // close ends accept and all set-ups, and waits for them.
 func (l *listener) close() {
 	l.mu.Lock()
+	again := l.closed
 	l.closed = true
 	for _, c := range l.halfOpen {
 		c.Close()
 	}
+	l.halfOpen = nil
 	l.mu.Unlock()
-	l.ln.Close()
+	if !again {
+		close(l.done)
+		l.ln.Close()
+	}
 	l.wg.Wait()
 }

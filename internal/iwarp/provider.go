@@ -6,12 +6,12 @@
 // whoever polls or waits on the completion queue (rx.go) or posts (tx.go); only
 // a full socket, connection set-up and connection end use goroutines.
 //
-// Lock order: id.mu → rx.mu → tx.mu → cq.mu; eventChannel.mu is innermost and
-// taken with any of them held.
+// Lock order: id.mu → rx.mu → tx.mu → cq.mu, and id.mu → listener.mu. An id's
+// events lock and then its channel's are innermost, and taken with any of them
+// held. watcher.mu is taken with id.mu held at most.
 package iwarp
 
 import (
-	"errors"
 	"fmt"
 	"sync"
 	"sync/atomic"
@@ -37,8 +37,11 @@ func (provider) NewEventChannel() (verbs.EventChannel, error) { return newEventC
 // device stands in for an adapter; all connections share it.
 type device struct{}
 
-// The limits are memory's and bookkeeping's, not the protocol's.
-var attr = verbs.DeviceAttr{MaxQPWR: 1 << 14, MaxSGE: 32, MaxCQE: 1 << 16, MaxInline: 1 << 30}
+// maxMessage keeps message offsets well within their 32 bits.
+const maxMessage = 1 << 30
+
+// The other limits are memory's and bookkeeping's, not the protocol's.
+var attr = verbs.DeviceAttr{MaxQPWR: 1 << 14, MaxSGE: 32, MaxCQE: 1 << 16, MaxInline: maxMessage, WaitPolls: true}
 
 func (device) Name() string               { return Name }
 func (device) Attr() verbs.DeviceAttr     { return attr }
@@ -69,7 +72,7 @@ func (p *pd) RegMR(b []byte, access verbs.Access) (verbs.MR, error) {
 		return nil, fmt.Errorf("memory region of 0 bytes: %w", syscall.EINVAL)
 	}
 	if access&(verbs.AccessRemoteRead|verbs.AccessRemoteWrite) != 0 {
-		return nil, fmt.Errorf("remote access to memory: %w", errors.ErrUnsupported)
+		return nil, fmt.Errorf("remote access to memory: %w", syscall.EOPNOTSUPP)
 	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -93,19 +96,23 @@ func (p *pd) RegMR(b []byte, access verbs.Access) (verbs.MR, error) {
 
 func (p *pd) Dealloc() error { return nil }
 
-// covers reports whether the entry lies within the memory region it names.
-func (p *pd) covers(s verbs.SGE) bool {
+// covers reports whether the entry lies within the memory region it names, and
+// the region grants access.
+func (p *pd) covers(s verbs.SGE, access verbs.Access) bool {
 	mrs := p.mrs.Load()
 	i := int(s.LKey>>8) - 1
-	if mrs == nil || i < 0 || i >= len(*mrs) || (*mrs)[i] == nil {
+	if mrs == nil || i < 0 || i >= len(*mrs) {
 		return false
 	}
 	m := (*mrs)[i]
+	if m == nil || m.lkey != s.LKey || m.access&access != access {
+		return false
+	}
 	if len(s.Data) == 0 {
 		return true
 	}
 	base, at := uintptr(unsafe.Pointer(&m.mem[0])), uintptr(unsafe.Pointer(&s.Data[0]))
-	return at >= base && at-base <= uintptr(len(m.mem)-len(s.Data))
+	return len(s.Data) <= len(m.mem) && at >= base && at-base <= uintptr(len(m.mem)-len(s.Data))
 }
 
 func (m *mr) LKey() uint32         { return m.lkey }
@@ -115,7 +122,11 @@ func (m *mr) Dereg() error {
 	m.pd.mu.Lock()
 	defer m.pd.mu.Unlock()
 	mrs := append([]*mr(nil), *m.pd.mrs.Load()...)
-	mrs[m.lkey>>8-1] = nil
+	i := m.lkey>>8 - 1
+	if mrs[i] != m {
+		return fmt.Errorf("memory region is deregistered: %w", syscall.EINVAL)
+	}
+	mrs[i] = nil
 	m.pd.mrs.Store(&mrs)
 	return nil
 }

@@ -2,20 +2,16 @@ package iwarp
 
 import (
 	"fmt"
-	"net"
 	"sync/atomic"
 	"syscall"
-	"time"
-
-	"golang.org/x/sys/unix"
 
 	"github.com/rdmanet/rdmanet/internal/iwarp/wire"
 	"github.com/rdmanet/rdmanet/internal/verbs"
 )
 
 // qp is a queue pair: rx and tx are its halves, each with a lock of its own.
-// Either half ends by itself when the socket says so; close.go has the ways in
-// which both end together.
+// Both open together; either may end by itself when the socket says so, and
+// close.go has the ways in which the connection ends.
 type qp struct {
 	id  *id
 	pd  *pd
@@ -23,14 +19,12 @@ type qp struct {
 	cap verbs.QPCap
 	num uint32
 
-	// Set by start, before open.
-	conn       *net.TCPConn
-	raw        syscall.RawConn
-	fd         int // valid while rx or tx is open and its lock is held
+	// Set by start, before a half is open.
+	link       link
 	crc        bool
 	maxPayload int // of one FPDU
 
-	open atomic.Bool // the receive side takes messages
+	open atomic.Bool // rx.state is halfOpen, for those without its lock
 	rx   rxState
 	tx   txState
 	end  ending
@@ -63,6 +57,7 @@ func newQP(i *id, p *pd, c *cq, want verbs.QPCap) (*qp, error) {
 	q := &qp{id: i, pd: p, cq: c, cap: want, num: qpNumbers.Add(1)}
 	q.rx.posted = make([]recvWR, want.RecvWR)
 	q.tx.queue = make([]sendWR, want.SendWR)
+	q.tx.flusher, q.tx.flushedFn = q.flush, q.flushed
 	if !c.qp.CompareAndSwap(nil, q) {
 		return nil, fmt.Errorf("create QP: the completion queue serves another QP: %w", syscall.EBUSY)
 	}
@@ -72,12 +67,9 @@ func newQP(i *id, p *pd, c *cq, want verbs.QPCap) (*qp, error) {
 func (q *qp) Num() uint32      { return q.num }
 func (q *qp) Cap() verbs.QPCap { return q.cap }
 
-// start takes over a connection whose set-up is done.
-func (q *qp) start(conn *net.TCPConn, crc bool) error {
-	raw, err := conn.SyscallConn()
-	if err != nil {
-		return err
-	}
+// start takes over a connection whose set-up is done, and reports established
+// before anything else can be reported about it.
+func (q *qp) start(l link, mss int, crc bool, established *verbs.Event) error {
 	q.rx.mu.Lock()
 	defer q.rx.mu.Unlock()
 	q.tx.mu.Lock()
@@ -85,26 +77,21 @@ func (q *qp) start(conn *net.TCPConn, crc bool) error {
 	if q.rx.state != halfIdle || q.tx.state != halfIdle {
 		return fmt.Errorf("the QP is in the error state: %w", syscall.EINVAL)
 	}
-	mss := 0
-	err = raw.Control(func(fd uintptr) {
-		q.fd = int(fd)
-		mss, _ = unix.GetsockoptInt(q.fd, unix.IPPROTO_TCP, unix.TCP_MAXSEG)
-	})
-	if err != nil {
-		return err
-	}
-	q.conn, q.raw, q.crc = conn, raw, crc
+	q.link, q.crc = l, crc
 	q.maxPayload = max(wire.ULPDUFor(mss)-wire.UntaggedHeaderLen, minPayload)
 	q.rx.state, q.tx.state = halfOpen, halfOpen
 	q.rx.msn, q.tx.msn = 1, 1
+	q.id.post(established)
 	q.open.Store(true)
-	watch(q)
-	// A Wait that began before there was a socket starts over.
-	select {
-	case q.cq.wake <- struct{}{}:
-	default:
-	}
+	q.cq.Wake() // a Wait that began before there was a socket starts over
 	return nil
+}
+
+// connection returns the link, or nil before start.
+func (q *qp) connection() link {
+	q.rx.mu.Lock()
+	defer q.rx.mu.Unlock()
+	return q.link
 }
 
 // minPayload is for sockets that report a senseless segment size: TCP's
@@ -123,16 +110,3 @@ func (q *qp) SetError() error {
 	q.abort()
 	return nil
 }
-
-// retry calls f again while a signal interrupts it.
-func retry(f func() (int, error)) (int, error) {
-	for {
-		n, err := f()
-		if err != unix.EINTR {
-			return n, err
-		}
-	}
-}
-
-// drainTimeout bounds how long a closing connection waits for the peer's end.
-const drainTimeout = 10 * time.Second

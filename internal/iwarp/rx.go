@@ -2,6 +2,7 @@ package iwarp
 
 import (
 	"errors"
+	"fmt"
 	"io"
 	"sync"
 
@@ -18,27 +19,29 @@ import (
 type rxState struct {
 	mu    sync.Mutex
 	state half
-	err   error // what a Terminate from the peer said
 
-	posted     []recvWR // ring
-	head, n    int
-	staging    []byte // scratch, staging[lo:hi] is unparsed
-	lo, hi     int
-	msn        uint32 // of the message under way
-	off        int    // bytes placed of it
-	placing    bool   // it has taken the receive at head
-	term       []byte // of a Terminate under way
-	phase      phase
-	hdr        wire.Header
-	ulpdu      int    // length of the FPDU's payload and headers
-	left       int    // payload bytes still to come
-	dst        []byte // where they go
-	bulk       bool   // the last FPDU was large: the next probably is
-	sum        uint32 // running CRC
-	first      [wire.UntaggedHeaderLen]byte
-	drained    bool // the last read returned less than asked for
-	iov        [2][]byte
-	directRead int // bytes read past the staging buffer, for tests
+	posted  []recvWR // ring
+	head, n int
+
+	// The message under way. It has the receive at head.
+	msn   uint32
+	off   int  // bytes of it in earlier segments
+	begun bool // there were such
+
+	// The FPDU under way.
+	phase phase
+	raw   [wire.UntaggedHeaderLen]byte // the start of its ULPDU
+	hdr   wire.Header
+	ulpdu int    // its length
+	dst   []byte // where the rest of the payload goes
+	sum   uint32 // running CRC
+	term  []byte // a Terminate's payload
+
+	staging []byte // scratch; staging[lo:hi] is read and not yet parsed
+	lo, hi  int
+	drained bool // the last read returned less than asked for
+	reads   int  // that progress may still make
+	iov     [2][]byte
 }
 
 type recvWR struct {
@@ -57,22 +60,27 @@ const (
 const (
 	stagingSize = 4096
 	bulkSize    = 2048 // payloads from here on are worth a read of their own
+	maxReads    = 256  // of one call of progress: a peer can't keep it for ever
 )
 
-var errAgain = errors.New("socket is empty")
+var (
+	errAgain = errors.New("socket is empty")
+	errBusy  = errors.New("enough for now")
+)
 
 func (q *qp) PostRecv(wrs []verbs.RecvWR) (int, error) {
 	r := &q.rx
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	for i, wr := range wrs {
+	for i := range wrs {
+		wr := &wrs[i]
 		switch {
 		case r.state == halfDead:
 			q.cq.push(verbs.WC{WRID: wr.WRID, Op: verbs.OpRecv, Status: verbs.StatusWRFlushErr}, false)
 			continue
 		case r.n == len(r.posted):
 			return i, unix.ENOMEM
-		case !q.pd.covers(wr.SGE):
+		case !q.pd.covers(wr.SGE, verbs.AccessLocalWrite):
 			return i, unix.EFAULT
 		}
 		r.posted[(r.head+r.n)%len(r.posted)] = recvWR{wr.WRID, wr.SGE.Data}
@@ -92,29 +100,32 @@ const (
 	shortIsNothing
 )
 
-// progress reads the socket until it has completed limit receives or the socket
-// is empty.
-func (q *qp) progress(limit int, short shortRead) {
+// progress reads the socket until it has completed limit receives, the socket
+// is empty, or it has read for long enough. It returns how many it completed,
+// and whether there is nothing left to read.
+func (q *qp) progress(limit int, short shortRead) (done int, empty bool) {
 	r := &q.rx
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	for done := 0; done < limit && r.state == halfOpen; {
+	r.drained, r.reads = false, maxReads
+	for done < limit && r.state == halfOpen {
 		completed, err := q.step()
 		if completed {
 			done++
 		}
 		switch {
 		case err == nil:
+		case err == errBusy:
+			return done, false
 		case err != errAgain:
 			q.rxFailed(err)
-			return
 		case r.drained && (short == shortIsNothing || short == shortIsEmptyIfDone && done == 0):
 			r.drained = false
 		default:
-			r.drained = false
-			return
+			return done, true
 		}
 	}
+	return done, r.state != halfOpen
 }
 
 // step does the next thing there is to do, and reports whether it completed a
@@ -135,34 +146,42 @@ func (q *qp) step() (completed bool, err error) {
 func (q *qp) need(n int) error {
 	r := &q.rx
 	for r.hi-r.lo < n {
-		if r.drained {
-			return errAgain
-		}
 		if r.staging == nil {
 			r.staging = pool.Get(stagingSize)
 		}
-		copy(r.staging, r.staging[r.lo:r.hi])
-		r.lo, r.hi = 0, r.hi-r.lo
-		got, err := retry(func() (int, error) { return unix.Read(q.fd, r.staging[r.hi:]) })
-		if err := readResult(got, err); err != nil {
+		r.hi = copy(r.staging, r.staging[r.lo:r.hi])
+		r.lo = 0
+		got, err := q.readInto(len(r.staging)-r.hi, func() (int, error) { return q.link.read(r.staging[r.hi:]) })
+		if err != nil {
 			return err
 		}
 		r.hi += got
-		r.drained = r.hi < len(r.staging)
 	}
 	return nil
 }
 
-func readResult(n int, err error) error {
+// readInto calls read, which has room for size bytes, unless a read would be in
+// vain or there were too many.
+func (q *qp) readInto(size int, read func() (int, error)) (int, error) {
+	r := &q.rx
+	switch {
+	case r.drained:
+		return 0, errAgain
+	case r.reads == 0:
+		return 0, errBusy
+	}
+	r.reads--
+	n, err := read()
 	switch {
 	case err == unix.EAGAIN:
-		return errAgain
+		return 0, errAgain
 	case err != nil:
-		return err
+		return 0, err
 	case n == 0:
-		return io.EOF
+		return 0, io.EOF
 	}
-	return nil
+	r.drained = n < size
+	return n, nil
 }
 
 // header parses the FPDU's length and its DDP and RDMAP header, and finds out
@@ -172,100 +191,105 @@ func (q *qp) header() error {
 	if err := q.need(wire.FPDUHeaderLen); err != nil {
 		return err
 	}
-	ulpdu := wire.FPDUHeader(r.staging[r.lo:])
-	n := min(ulpdu, wire.UntaggedHeaderLen)
-	if err := q.need(wire.FPDUHeaderLen + n); err != nil {
+	r.ulpdu = wire.FPDUHeader(r.staging[r.lo:])
+	n := wire.FPDUHeaderLen + min(r.ulpdu, wire.UntaggedHeaderLen)
+	if err := q.need(n); err != nil {
 		return err
 	}
-	b := r.staging[r.lo : r.lo+wire.FPDUHeaderLen+n]
-	r.ulpdu = ulpdu
-	copy(r.first[:], b[wire.FPDUHeaderLen:])
+	b := r.staging[r.lo : r.lo+n]
+	copy(r.raw[:], b[wire.FPDUHeaderLen:])
 	hdr, err := wire.ParseHeader(b[wire.FPDUHeaderLen:])
 	if err != nil {
 		return err
 	}
-	r.hdr, r.left = hdr, ulpdu-hdr.Len()
-	r.bulk = r.left >= bulkSize
+	n = wire.FPDUHeaderLen + hdr.Len()
 	if q.crc {
-		r.sum = wire.UpdateCRC(0, b[:wire.FPDUHeaderLen+hdr.Len()])
+		r.sum = wire.UpdateCRC(0, b[:n])
 	}
-	r.lo += wire.FPDUHeaderLen + hdr.Len()
+	r.hdr = hdr
+	r.lo += n
+	r.dst, err = q.place(r.ulpdu - hdr.Len())
 	r.phase = phasePayload
-	return q.place()
+	return err
 }
 
-// place checks the segment against what is expected and sets where it goes.
-func (q *qp) place() error {
+// place checks a segment with size bytes of payload against what is expected,
+// and returns where the payload goes.
+func (q *qp) place(size int) ([]byte, error) {
 	r, h := &q.rx, &q.rx.hdr
 	switch {
-	case h.Tagged:
-		// No STag is ever advertised to a peer.
-		return &wire.ProtocolError{Code: wire.CodeDDPInvalidSTag}
-	case h.Opcode == wire.OpReadRequest:
-		return &wire.ProtocolError{Code: wire.CodeRDMAPInvalidSTag}
+	case h.Opcode.IsSend():
+		return q.placeSend(size)
 	case h.Opcode == wire.OpTerminate:
-		if h.MSN != 1 || h.MO != 0 || !h.Last || r.left > wire.MaxTerminateLen {
-			return &wire.ProtocolError{Code: wire.CodeDDPTooLong, Detail: "Terminate"}
+		if h.MSN != 1 || h.MO != 0 || !h.Last || size > wire.MaxTerminateLen {
+			return nil, &wire.ProtocolError{Code: wire.CodeDDPTooLong, Detail: "Terminate"}
 		}
-		r.term = make([]byte, r.left)
-		r.dst = r.term
-		return nil
+		r.term = make([]byte, size)
+		return r.term, nil
+	case h.Opcode == wire.OpWrite && size == 0:
+		// It touches no memory, so its STag is not checked. Adapters send it to
+		// see whether the peer is alive.
+		return nil, nil
+	case h.Opcode == wire.OpReadRequest:
+		return nil, &wire.ProtocolError{Code: wire.CodeRDMAPInvalidSTag, Detail: "Read Request"}
+	}
+	// No STag is ever advertised to a peer.
+	return nil, &wire.ProtocolError{Code: wire.CodeDDPInvalidSTag, Detail: h.Opcode.String()}
+}
+
+// placeSend does so for a Send. TCP keeps segments in order, and DDP sends them
+// in order (RFC 5041 section 5.1), so there is only one that can be next.
+func (q *qp) placeSend(size int) ([]byte, error) {
+	r, h := &q.rx, &q.rx.hdr
+	switch {
 	case h.Opcode.Invalidates():
-		return &wire.ProtocolError{Code: wire.CodeRDMAPCannotInvalidate}
+		return nil, &wire.ProtocolError{Code: wire.CodeRDMAPCannotInvalidate, Detail: h.Opcode.String()}
 	case h.MSN != r.msn:
-		return &wire.ProtocolError{Code: wire.CodeDDPMSNRange}
+		return nil, &wire.ProtocolError{Code: wire.CodeDDPMSNRange, Detail: fmt.Sprintf("%d, must be %d", h.MSN, r.msn)}
 	case int64(h.MO) != int64(r.off):
-		return &wire.ProtocolError{Code: wire.CodeDDPInvalidMO}
+		return nil, &wire.ProtocolError{Code: wire.CodeDDPInvalidMO, Detail: fmt.Sprintf("%d, must be %d", h.MO, r.off)}
 	case r.n == 0:
-		return &wire.ProtocolError{Code: wire.CodeDDPNoBuffer}
+		return nil, &wire.ProtocolError{Code: wire.CodeDDPNoBuffer}
 	}
 	buf := r.posted[r.head].buf
-	if r.left > len(buf)-r.off {
-		return &wire.ProtocolError{Code: wire.CodeDDPTooLong}
+	if size > len(buf)-r.off {
+		return nil, &wire.ProtocolError{Code: wire.CodeDDPTooLong, Detail: fmt.Sprintf("%d bytes or more, room for %d", r.off+size, len(buf))}
 	}
-	r.placing = true
-	r.dst = buf[r.off : r.off+r.left]
-	return nil
+	return buf[r.off : r.off+size], nil
 }
 
 // payload moves payload bytes to their place, directly when they are many.
 func (q *qp) payload() error {
 	r := &q.rx
-	if n := copy(r.dst, r.staging[r.lo:r.hi]); n > 0 {
-		r.lo += n
-		r.placed(n)
-	}
-	if r.left == 0 {
+	n := copy(r.dst, r.staging[r.lo:r.hi])
+	r.lo += n
+	r.dst = r.dst[n:]
+	switch {
+	case len(r.dst) == 0:
 		r.phase = phaseTrailer
 		return nil
+	case len(r.dst) < bulkSize:
+		return q.need(len(r.dst))
 	}
-	if r.drained {
-		return errAgain
-	}
-	if r.left < bulkSize {
-		return q.need(min(r.left, stagingSize))
-	}
-	// The read ends with this FPDU's trailer and the next one's header, so that
-	// the next payload can be read into its place too.
-	r.iov[0] = r.dst
-	r.lo, r.hi = 0, 0
-	r.iov[1] = r.staging[:wire.TrailerLen(r.ulpdu)+wire.FPDUHeaderLen+wire.UntaggedHeaderLen]
-	got, err := retry(func() (int, error) { return unix.Readv(q.fd, r.iov[:]) })
-	if err := readResult(got, err); err != nil {
-		return err
-	}
-	r.drained = got < r.left+len(r.iov[1])
-	direct := min(got, r.left)
-	r.directRead += direct
-	r.hi = got - direct
-	r.placed(direct)
-	return nil
+	return q.readBulk()
 }
 
-// placed notes that the next n payload bytes are in their place.
-func (r *rxState) placed(n int) {
-	r.dst = r.dst[n:]
-	r.left -= n
+// readBulk reads payload into its place. The read goes on for this FPDU's
+// trailer and the next one's header, so that the next payload can be read into
+// its place too. The staging buffer is empty.
+func (q *qp) readBulk() error {
+	r := &q.rx
+	r.lo, r.hi = 0, 0
+	r.iov[0] = r.dst
+	r.iov[1] = r.staging[:wire.TrailerLen(r.ulpdu)+wire.FPDUHeaderLen+wire.UntaggedHeaderLen]
+	got, err := q.readInto(len(r.iov[0])+len(r.iov[1]), func() (int, error) { return q.link.readv(r.iov[:]) })
+	if err != nil {
+		return err
+	}
+	direct := min(got, len(r.dst))
+	r.dst = r.dst[direct:]
+	r.hi = got - direct
+	return nil
 }
 
 // trailer checks the CRC and completes the message if this was its end.
@@ -275,40 +299,50 @@ func (q *qp) trailer() (completed bool, err error) {
 	if err := q.need(n); err != nil {
 		return false, err
 	}
-	size := r.ulpdu - r.hdr.Len()
 	if q.crc {
-		body := r.term
-		if r.hdr.Opcode != wire.OpTerminate {
-			body = r.posted[r.head].buf[r.off : r.off+size]
-		}
-		if err := wire.CheckCRC(wire.UpdateCRC(r.sum, body), r.staging[r.lo:r.lo+n]); err != nil {
+		if err := wire.CheckCRC(wire.UpdateCRC(r.sum, q.placed()), r.staging[r.lo:r.lo+n]); err != nil {
 			return false, err
 		}
 	}
 	r.lo += n
 	r.phase = phaseHeader
-	if r.hdr.Opcode == wire.OpTerminate {
-		t, _ := wire.ParseTerminate(r.term)
-		return false, &wire.TerminateError{Remote: true, Terminate: t}
-	}
-	r.off += size
-	if !r.hdr.Last {
+	switch {
+	case r.hdr.Opcode == wire.OpTerminate:
+		return false, terminatedBy(r.term)
+	case !r.hdr.Opcode.IsSend():
 		return false, nil
 	}
-	wr := r.posted[r.head]
-	q.takeRecv()
-	q.cq.push(verbs.WC{WRID: wr.wrid, Op: verbs.OpRecv, ByteLen: r.off}, true)
+	r.off += len(q.placed())
+	r.begun = !r.hdr.Last
+	if r.begun {
+		return false, nil
+	}
+	q.cq.push(verbs.WC{WRID: q.takeRecv(), Op: verbs.OpRecv, ByteLen: r.off}, r.hdr.Opcode.Solicited())
 	r.msn++
-	r.off, r.placing = 0, false
+	r.off = 0
 	return true, nil
 }
 
-// takeRecv removes the oldest posted receive.
-func (q *qp) takeRecv() {
+// placed returns the payload of the FPDU under way, once it is all there.
+func (q *qp) placed() []byte {
 	r := &q.rx
-	r.posted[r.head].buf = nil
+	switch {
+	case r.hdr.Opcode == wire.OpTerminate:
+		return r.term
+	case !r.hdr.Opcode.IsSend():
+		return nil
+	}
+	return r.posted[r.head].buf[r.off : r.off+r.ulpdu-r.hdr.Len()]
+}
+
+// takeRecv removes the oldest posted receive and returns its WRID.
+func (q *qp) takeRecv() uint64 {
+	r := &q.rx
+	wr := &r.posted[r.head]
+	wr.buf = nil
 	r.head = (r.head + 1) % len(r.posted)
 	r.n--
+	return wr.wrid
 }
 
 // flushRecvs ends the receive side: each posted receive completes, in error.
@@ -318,17 +352,13 @@ func (q *qp) flushRecvs() {
 	r.state = halfDead
 	q.open.Store(false)
 	for r.n > 0 {
-		wrid := r.posted[r.head].wrid
-		q.takeRecv()
-		q.cq.push(verbs.WC{WRID: wrid, Op: verbs.OpRecv, Status: verbs.StatusWRFlushErr}, false)
+		q.cq.push(verbs.WC{WRID: q.takeRecv(), Op: verbs.OpRecv, Status: verbs.StatusWRFlushErr}, false)
 	}
-	r.dst, r.lo, r.hi = nil, 0, 0
+	r.dst, r.iov, r.term = nil, [2][]byte{}, nil
+	r.lo, r.hi = 0, 0
 	if r.staging != nil {
 		pool.Put(r.staging)
 		r.staging = nil
-	}
-	if q.conn != nil {
-		q.conn.SetReadDeadline(longAgo) // a Wait in the netpoller ends
 	}
 	q.cq.Wake()
 }

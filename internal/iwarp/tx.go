@@ -17,15 +17,18 @@ import (
 type txState struct {
 	mu    sync.Mutex
 	state half
+	err   error // why the socket took no more
 	msn   uint32
 
-	queue    []sendWR // ring of what is not yet in the socket
-	head, n  int
-	cut      cursor // how far queue[head] is cut into FPDUs
-	batch    batch
-	flushing bool // the flusher owns the socket
-	flushFn  func()
-	full     int // times the socket was full, for tests
+	queue   []sendWR // ring of what is not yet cut into FPDUs
+	head, n int
+	cut     cursor // how far queue[head] is
+	batch   batch
+
+	flushing  bool // the flusher writes, and nobody else
+	refused   bool // a send was, and somebody may wait for room
+	flusher   func()
+	flushedFn func(uintptr) bool
 }
 
 type sendWR struct {
@@ -70,7 +73,7 @@ const (
 	maxIovecs = 8 // what unix.Writev takes without allocating
 	maxFPDUs  = 8
 	frameLen  = wire.FPDUHeaderLen + wire.UntaggedHeaderLen + smallSGE + wire.MaxTrailerLen
-	smallSGE  = 64   // a gather entry up to this size is copied next to the header
+	smallSGE  = 256  // a gather entry up to this size is copied next to the header
 	smallSend = 4096 // an inline message up to this size is taken even if the socket is full
 )
 
@@ -80,43 +83,45 @@ func (q *qp) PostSend(wrs []verbs.SendWR) (int, error) {
 	t := &q.tx
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	for i := range wrs {
-		if err := q.enqueue(&wrs[i]); err != nil {
-			q.send()
-			return i - q.disown(), err
+	n, err := 0, error(nil)
+	for n < len(wrs) && err == nil {
+		if err = q.enqueue(&wrs[n]); err == nil {
+			n++
 		}
 	}
 	q.send()
 	if back := q.disown(); back > 0 {
-		return len(wrs) - back, unix.EAGAIN
+		n, err = n-back, unix.EAGAIN
 	}
-	return len(wrs), nil
+	t.refused = t.flushing && (t.refused || err != nil)
+	return n, err
 }
 
 // enqueue adds one request to the queue. t.mu is held, as below.
 func (q *qp) enqueue(wr *verbs.SendWR) error {
 	t := &q.tx
-	if t.state == halfIdle {
+	switch {
+	case t.state == halfIdle:
+		return unix.EINVAL
+	case t.state == halfDead:
+		q.flushSend(wr.WRID, nil)
+		return nil
+	case t.n == len(t.queue):
+		return unix.ENOMEM
+	case len(wr.SGL) > q.cap.SendSGE:
 		return unix.EINVAL
 	}
-	if t.state == halfDead {
-		q.cq.push(verbs.WC{WRID: wr.WRID, Op: verbs.OpSend, Status: verbs.StatusWRFlushErr}, false)
-		return nil
+	size := 0
+	for i := range wr.SGL {
+		if !wr.Inline && !q.pd.covers(wr.SGL[i], 0) {
+			return unix.EFAULT
+		}
+		size += len(wr.SGL[i].Data)
 	}
-	if t.n == len(t.queue) {
-		return unix.ENOMEM
-	}
-	if len(wr.SGL) > q.cap.SendSGE {
+	if size > maxMessage {
 		return unix.EINVAL
 	}
 	e := &t.queue[(t.head+t.n)%len(t.queue)]
-	size := 0
-	for _, s := range wr.SGL {
-		if !wr.Inline && !q.pd.covers(s) {
-			return unix.EFAULT
-		}
-		size += len(s.Data)
-	}
 	e.wrid, e.size, e.signaled, e.solicit, e.inline = wr.WRID, size, wr.Signaled, wr.Solicited, wr.Inline
 	e.sgl = append(e.sgl[:0], wr.SGL...)
 	t.n++
@@ -126,19 +131,12 @@ func (q *qp) enqueue(wr *verbs.SendWR) error {
 // send writes until the queue is empty or the socket is full.
 func (q *qp) send() {
 	t := &q.tx
-	for !t.flushing && t.state == halfOpen {
-		if t.batch.unsent == 0 && !q.fill() {
-			break
-		}
+	for !t.flushing && t.state == halfOpen && (t.batch.unsent > 0 || q.fill()) {
 		if err := q.write(); err == unix.EAGAIN {
-			t.full++
 			t.flushing = true
-			if t.flushFn == nil {
-				t.flushFn = q.flush
-			}
-			go t.flushFn()
+			go t.flusher()
 		} else if err != nil {
-			q.flushSends()
+			q.sendFailed(err)
 		}
 	}
 }
@@ -146,44 +144,43 @@ func (q *qp) send() {
 // write hands the batch to the socket, once, and completes what went out.
 func (q *qp) write() error {
 	b := &q.tx.batch
-	n, err := retry(func() (int, error) { return unix.Writev(q.fd, b.iov[b.at:b.n]) })
+	n, err := q.link.writev(b.iov[b.at:b.n])
 	if err != nil {
 		return err
 	}
-	b.unsent -= n
-	for n > 0 {
-		if k := len(b.iov[b.at]); k <= n {
-			n -= k
-			b.iov[b.at] = nil
-			b.at++
-		} else {
-			b.iov[b.at] = b.iov[b.at][n:]
-			break
-		}
-	}
+	b.advance(n)
 	i := 0
 	for ; i < b.ndone && b.unsent <= b.done[i].unsent; i++ {
 		d := &b.done[i]
-		if d.own != nil {
-			pool.Put(d.own)
-			d.own = nil
-		}
+		pool.Put(d.own)
 		if d.signaled {
 			q.cq.push(verbs.WC{WRID: d.wrid, Op: verbs.OpSend}, false)
 		}
 	}
 	b.ndone = copy(b.done[:], b.done[i:b.ndone])
-	if b.unsent == 0 {
-		b.reset()
-		return nil
+	if b.unsent > 0 {
+		return unix.EAGAIN
 	}
-	return unix.EAGAIN
+	b.reset()
+	return nil
+}
+
+// advance notes that n more bytes are written.
+func (b *batch) advance(n int) {
+	b.unsent -= n
+	for n > 0 {
+		k := min(n, len(b.iov[b.at]))
+		n -= k
+		b.iov[b.at] = b.iov[b.at][k:]
+		if len(b.iov[b.at]) == 0 {
+			b.iov[b.at] = nil
+			b.at++
+		}
+	}
 }
 
 func (b *batch) reset() {
-	if b.scratch != nil {
-		pool.Put(b.scratch)
-	}
+	pool.Put(b.scratch)
 	clear(b.iov[:])
 	b.at, b.n, b.unsent, b.framed, b.from, b.ndone, b.inline, b.scratch = 0, 0, 0, 0, 0, 0, false, nil
 }
@@ -363,34 +360,53 @@ func (b *batch) copyOut() {
 // flush is the flusher: it writes whenever the socket has room, until the queue
 // is empty or the connection ends.
 func (q *qp) flush() {
-	err := q.raw.Write(func(uintptr) bool {
+	if err := q.link.awaitWrite(q.tx.flushedFn); err != nil {
 		q.tx.mu.Lock()
 		defer q.tx.mu.Unlock()
-		return q.flushed()
-	})
-	q.tx.mu.Lock()
-	q.tx.flushing = false
-	if err != nil {
-		q.flushSends()
+		q.sendFailed(err)
+		q.stopFlushing()
 	}
-	q.tx.mu.Unlock()
-	q.cq.kick()
 }
 
 // flushed writes what the socket takes and reports whether that was the end.
-func (q *qp) flushed() bool {
+func (q *qp) flushed(uintptr) bool {
 	t := &q.tx
-	for t.state == halfOpen {
-		if t.batch.unsent == 0 && !q.fill() {
-			return true
-		}
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	for t.state == halfOpen && (t.batch.unsent > 0 || q.fill()) {
 		if err := q.write(); err == unix.EAGAIN {
 			return false
 		} else if err != nil {
-			q.flushSends()
+			q.sendFailed(err)
 		}
 	}
+	q.stopFlushing()
 	return true
+}
+
+// stopFlushing gives the socket back to whoever posts. It happens under the same
+// lock as finding the queue empty, so that no send is left behind.
+func (q *qp) stopFlushing() {
+	t := &q.tx
+	t.flushing = false
+	if t.refused {
+		t.refused = false
+		q.cq.hasRoom()
+	}
+}
+
+// sendFailed ends the send side because of the socket. The receive side finds
+// out by itself.
+func (q *qp) sendFailed(err error) {
+	t := &q.tx
+	if t.state != halfOpen {
+		return
+	}
+	if err == unix.EPIPE { // a reset after the peer's FIN
+		err = unix.ECONNRESET
+	}
+	t.err = err
+	q.flushSends()
 }
 
 // flushSends ends the send side: each request not wholly sent completes, in
@@ -411,8 +427,6 @@ func (q *qp) flushSends() {
 }
 
 func (q *qp) flushSend(wrid uint64, own []byte) {
-	if own != nil {
-		pool.Put(own)
-	}
+	pool.Put(own)
 	q.cq.push(verbs.WC{WRID: wrid, Op: verbs.OpSend, Status: verbs.StatusWRFlushErr}, false)
 }

@@ -1,6 +1,7 @@
 package iwarp
 
 import (
+	"cmp"
 	"os"
 	"sync"
 	"syscall"
@@ -12,19 +13,24 @@ import (
 // adapter would: one goroutine and one epoll descriptor for the process, woken
 // by a FIN, a reset or an error, and never by data.
 //
-// Lock order: qp locks → watcher.mu.
+// mu is taken with id.mu held at most, and nothing else is taken under it.
 type watcherState struct {
-	mu   sync.Mutex
-	file *os.File // nil while there is nothing to watch
-	raw  syscall.RawConn
-	qps  map[int32]*qp
+	mu      sync.Mutex
+	file    *os.File // nil while there is nothing to watch
+	raw     syscall.RawConn
+	watched map[int32]watched // by QP number
+}
+
+type watched struct {
+	qp   *qp
+	conn syscall.RawConn
 }
 
 var watcher watcherState
 
-// watch begins to watch an open connection. If there are no descriptors left it
-// does not: then the end is noticed when the QP is polled.
-func watch(q *qp) {
+// watch begins to watch a connection. If there are no descriptors left it does
+// not: then the end is noticed when the QP is polled.
+func watch(q *qp, conn syscall.RawConn) {
 	w := &watcher
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -40,33 +46,43 @@ func watch(q *qp) {
 			w.file = nil
 			return
 		}
-		w.qps = make(map[int32]*qp)
+		w.watched = make(map[int32]watched)
 		go watchLoop(w.raw)
 	}
 	ev := unix.EpollEvent{Events: unix.EPOLLRDHUP | unix.EPOLLET, Fd: int32(q.num)}
-	w.raw.Control(func(ep uintptr) {
-		if unix.EpollCtl(int(ep), unix.EPOLL_CTL_ADD, q.fd, &ev) == nil {
-			w.qps[int32(q.num)] = q
-		}
-	})
+	if w.ctl(unix.EPOLL_CTL_ADD, conn, &ev) == nil {
+		w.watched[int32(q.num)] = watched{q, conn}
+	}
 	w.closeIfIdle()
 }
 
-// unwatch ends that. The descriptor is still open.
+// unwatch ends that. It comes before the connection is closed, and may be
+// repeated.
 func unwatch(q *qp) {
 	w := &watcher
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	if w.qps[int32(q.num)] != q {
+	e := w.watched[int32(q.num)]
+	if e.qp != q {
 		return
 	}
-	delete(w.qps, int32(q.num))
-	w.raw.Control(func(ep uintptr) { unix.EpollCtl(int(ep), unix.EPOLL_CTL_DEL, q.fd, nil) })
+	delete(w.watched, int32(q.num))
+	w.ctl(unix.EPOLL_CTL_DEL, e.conn, nil)
 	w.closeIfIdle()
 }
 
+// ctl is epoll_ctl(2) on a connection that can't be closed meanwhile, so that
+// its descriptor is no other's.
+func (w *watcherState) ctl(op int, conn syscall.RawConn, ev *unix.EpollEvent) (err error) {
+	closed := w.raw.Control(func(ep uintptr) {
+		closed := conn.Control(func(fd uintptr) { err = unix.EpollCtl(int(ep), op, int(fd), ev) })
+		err = cmp.Or(err, closed)
+	})
+	return cmp.Or(err, closed)
+}
+
 func (w *watcherState) closeIfIdle() {
-	if len(w.qps) == 0 && w.file != nil {
+	if len(w.watched) == 0 && w.file != nil {
 		w.file.Close() // ends watchLoop
 		w.file = nil
 	}
@@ -77,19 +93,22 @@ func watchLoop(raw syscall.RawConn) {
 	for {
 		n := 0
 		err := raw.Read(func(ep uintptr) bool {
-			n, _ = retry(func() (int, error) { return unix.EpollWait(int(ep), events, 0) })
+			n, _ = unix.EpollWait(int(ep), events, 0) // it doesn't block: no EINTR
 			return n > 0
 		})
 		if err != nil {
 			return
 		}
 		for _, ev := range events[:n] {
-			watcher.mu.Lock()
-			q := watcher.qps[ev.Fd]
-			watcher.mu.Unlock()
-			if q != nil {
+			if q := watcher.find(ev.Fd); q != nil {
 				q.hangup()
 			}
 		}
 	}
+}
+
+func (w *watcherState) find(num int32) *qp {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return w.watched[num].qp
 }
