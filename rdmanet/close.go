@@ -17,9 +17,9 @@ import (
 
 // Bounds of the steps of Close, besides the linger time.
 const (
-	flushTimeout   = time.Second            // for a device to flush its queues
-	destroyTimeout = 5 * time.Second        // for an event in the event loop's hands
-	minDisconnect  = 100 * time.Millisecond // for the peer's answer, however little linger time is left
+	disconnectTimeout = time.Second     // for the peer's side of the disconnect
+	flushTimeout      = time.Second     // for a device to flush its queues
+	destroyTimeout    = 5 * time.Second // for an event in the event loop's hands
 )
 
 // Close ends the connection. What was written before is sent first, and the peer
@@ -50,9 +50,7 @@ func (c *Conn) Close() error {
 	// 2. Send what is buffered and FIN.
 	err := c.finish(linger, limit)
 	// 3. rdma_disconnect.
-	if inOrder := err == nil && linger > 0; !c.disconnect(inOrder, limit) && inOrder {
-		err = fmt.Errorf("linger time of %v passed before the peer had taken everything: %w", linger, syscall.ETIMEDOUT)
-	}
+	c.disconnect(err == nil && linger > 0)
 	// 4. Drain the flushed CQ.
 	err = errors.Join(err, c.drain())
 	// 5. Destroy the QP, return the blocks, destroy the CQ and its channel.
@@ -139,31 +137,31 @@ func (c *Conn) dropOpen() {
 	c.tx.flushers.Wait()
 }
 
-// disconnect ends the connection in order, and waits a while for the peer's side
-// of that; or it aborts it. It reports whether it had not to stop waiting.
-func (c *Conn) disconnect(inOrder bool, limit *deadline) bool {
+// disconnect ends the connection in order, and waits a moment for the peer's side
+// of that; or it aborts it. A peer that takes longer, since its application does
+// not read, is the provider's to wait for.
+func (c *Conn) disconnect(inOrder bool) {
 	if c.qp == nil {
-		return true
+		return
 	}
 	if !inOrder {
 		_ = c.qp.SetError()
 		_ = c.id.Disconnect() // not connected any more is as good
-		return true
+		return
 	}
 	if c.id.Disconnect() != nil {
-		return true // it was never connected
+		return // it was never connected
 	}
-	least := time.NewTimer(minDisconnect)
-	defer least.Stop()
+	limit := time.NewTimer(disconnectTimeout)
+	defer limit.Stop()
 	for {
 		select {
 		case ev := <-c.cmEvents:
 			if ev.Type == cm.EventDisconnected || ev.Type == cm.EventDeviceRemoval {
-				return true
+				return
 			}
-		case <-limit.over():
-			<-least.C
-			return false
+		case <-limit.C:
+			return
 		}
 	}
 }

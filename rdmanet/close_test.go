@@ -123,26 +123,21 @@ func TestCloseWhileThePeerIsWriting(t *testing.T) {
 	})
 }
 
-// TestCloseReturnsWhileThePeerSleeps within the linger time, whatever has not
-// been read; and if it says that all was well, all is delivered.
+// TestCloseReturnsWhileThePeerSleeps, whatever has not been read, and all is
+// delivered when the peer wakes up.
 func TestCloseReturnsWhileThePeerSleeps(t *testing.T) {
 	onEveryPath(t, func(t *testing.T, cfg Config) {
 		for _, unread := range []bool{false, true} {
 			t.Run(fmt.Sprint("unread data ", unread), func(t *testing.T) {
 				checkLeaks(t)
-				cfg.Linger = 500 * time.Millisecond
 				a, b := open(t, cfg)
 				n := fill(t, a)
 				if unread {
 					fill(t, b)
 				}
 				began := time.Now()
-				err := a.Close()
-				require.Less(t, time.Since(began), cfg.Linger+time.Second)
-				if err != nil {
-					require.ErrorIs(t, err, syscall.ETIMEDOUT)
-					return
-				}
+				require.NoError(t, a.Close())
+				require.Less(t, time.Since(began), 3*time.Second)
 				read(t, b, n)
 				requireEOF(t, b)
 			})

@@ -285,7 +285,6 @@ func (c *Conn) flushOpen() error {
 		return nil
 	}
 	c.postMu.Lock()
-	defer c.postMu.Unlock()
 	t.mu.Lock()
 	b := t.open
 	t.open = nil
@@ -293,6 +292,7 @@ func (c *Conn) flushOpen() error {
 	t.lastPost = time.Now()
 	t.mu.Unlock()
 	if b == nil {
+		c.postMu.Unlock()
 		return nil
 	}
 	return c.postBlock(b)
@@ -377,9 +377,7 @@ func (c *Conn) postCopies(v *vector, n int) error {
 			p = p[copy(p, v.next(len(p))):]
 		}
 		c.postMu.Lock()
-		err = c.postBlock(b)
-		c.postMu.Unlock()
-		if err != nil {
+		if err := c.postBlock(b); err != nil {
 			c.unreserve(n - i - 1)
 			return err
 		}
@@ -388,13 +386,15 @@ func (c *Conn) postCopies(v *vector, n int) error {
 }
 
 // postBlock sends the payload of b, whose credit and slot are reserved, and
-// releases b in the end. postMu is held.
+// releases b in the end. postMu is held, and released: b may be a block that this
+// connection received, whose release may send a CREDIT frame.
 func (c *Conn) postBlock(b *qp.Buffer) error {
 	f := &c.tx.frames
 	header{typ: frameData, length: b.Len()}.put(b.Header())
 	f.sgl[0][0] = b.SGE()
 	f.wrs[0].SGL, f.wrs[0].Inline = f.sgl[0][:1], false
 	n, err := c.post(f.wrs[:1], b)
+	c.postMu.Unlock()
 	if n == 0 {
 		b.Release()
 	}
@@ -639,9 +639,7 @@ func (c *Conn) WriteBuffer(b *Buffer) (int, error) {
 		return 0, opError(opWrite, c.local, c.remote, err)
 	}
 	c.postMu.Lock()
-	err = c.postBlock(b)
-	c.postMu.Unlock()
-	if err != nil {
+	if err := c.postBlock(b); err != nil {
 		return 0, opError(opWrite, c.local, c.remote, err)
 	}
 	c.stats.bytesWritten.Add(uint64(n))

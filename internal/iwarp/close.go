@@ -21,21 +21,26 @@ import (
 //	rxFailed    the peer ended it, in order or not, or broke the protocol
 //	abort       we reset it
 //
-// The socket stays open until the id is destroyed, except after a reset. A
-// net.Conn's Close waits for whoever is in the socket, who may wait for a lock
+// The socket stays open until the id is destroyed, except after a reset; and
+// beyond, for a bounded time, while the peer has not ended what we ended in
+// order. A net.Conn's Close waits for whoever is in the socket, who may wait for a lock
 // of the QP: so nothing closes it with such a lock held.
 
 // ending is what remains to be done for a connection that is over.
 type ending struct {
-	once    sync.Once // DISCONNECTED is reported once
-	drain   sync.WaitGroup
+	once  sync.Once // DISCONNECTED is reported once
+	drain sync.WaitGroup
+
 	mu      sync.Mutex // guards the read deadline while draining
+	inOrder bool       // draining after disconnect: the peer may not have taken everything yet
 	stopped bool
+	orphan  bool // the id is gone: the drain closes the socket
 }
 
-// drainTimeout bounds how long a closing connection waits for the peer's end.
+// drainTimeout bounds how long a connection that is over waits for the peer's
+// end, and so for how long it may outlive its id: as long as TCP's FIN-WAIT-2.
 // It is a variable for tests.
-var drainTimeout = 10 * time.Second
+var drainTimeout = time.Minute
 
 // ended reports DISCONNECTED.
 func (q *qp) ended(err error) {
@@ -73,6 +78,7 @@ func (q *qp) shut() (cutOff bool) {
 		return true
 	}
 	q.link.CloseWrite()
+	q.end.keep()
 	q.discard(func(err error) { q.ended(errors.Join(failed, err)) })
 	return false
 }
@@ -88,18 +94,22 @@ func (q *qp) discard(done func(error)) {
 		if !q.end.begin(q.link) {
 			return
 		}
-		buf := pool.Get(stagingSize)
-		defer pool.Put(buf)
-		for {
-			if _, err := q.link.Read(buf); err == io.EOF {
-				done(nil)
-				return
-			} else if err != nil {
-				done(err)
-				return
-			}
-		}
+		done(drain(q.link))
+		q.end.over(q.link)
 	})
+}
+
+// drain reads until the end, and returns nil if that was in order.
+func drain(l link) error {
+	buf := pool.Get(stagingSize)
+	defer pool.Put(buf)
+	for {
+		if _, err := l.Read(buf); err == io.EOF {
+			return nil
+		} else if err != nil {
+			return err
+		}
+	}
 }
 
 // begin sets the deadline of a drain, unless it has been stopped.
@@ -120,6 +130,32 @@ func (e *ending) stop(l link) {
 	l.SetReadDeadline(longAgo)
 	e.mu.Unlock()
 	e.drain.Wait()
+}
+
+// keep notes that a drain is to go on without the id.
+func (e *ending) keep() {
+	e.mu.Lock()
+	e.inOrder = true
+	e.mu.Unlock()
+}
+
+// leave lets a drain go on without the id, if it keeps data from being lost. It
+// reports whether there is one.
+func (e *ending) leave() bool {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	e.orphan = e.inOrder && !e.stopped
+	return e.orphan
+}
+
+// over ends a drain.
+func (e *ending) over(l link) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	e.stopped = true
+	if e.orphan {
+		l.Close()
+	}
 }
 
 // rxFailed ends the connection because of what was, or was not, received.
@@ -221,12 +257,16 @@ func (q *qp) reset() {
 }
 
 // release ends what still runs for the connection, before its socket is closed.
-func (q *qp) release() {
+// It reports whether the socket is to be left to a drain.
+func (q *qp) release() (left bool) {
 	q.abort()
 	unwatch(q)
-	if l := q.connection(); l != nil {
-		q.end.stop(l)
+	l := q.connection()
+	if l == nil || q.end.leave() {
+		return l != nil
 	}
+	q.end.stop(l)
+	return false
 }
 
 // hangup is called when the peer has ended its stream: what came before is

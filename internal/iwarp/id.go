@@ -350,8 +350,8 @@ func (i *id) Destroy() error {
 
 	i.mu.Lock()
 	defer i.mu.Unlock()
-	if i.qp != nil {
-		i.qp.release()
+	if i.qp != nil && i.qp.release() {
+		return nil
 	}
 	if i.conn != nil {
 		i.conn.Close()
