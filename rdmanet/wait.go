@@ -40,7 +40,7 @@ type waitState struct {
 
 // pollBatch is how many completions are taken at a time: few, so that payload is
 // still in the cache when it is read.
-const pollBatch = 8
+const pollBatch = 4
 
 func (s *waitState) init(c *Conn) {
 	s.lead = make(chan struct{}, 1)

@@ -164,7 +164,7 @@ func (c *cq) ready(uintptr) bool {
 }
 
 // waitBatch is how many messages one wake-up takes from the socket at most.
-const waitBatch = 8
+const waitBatch = 4
 
 // run notes that the Wait is not parked, and reports whether it is over.
 func (c *cq) run() bool {
