@@ -223,15 +223,6 @@ func (r *rawPeer) poll() {
 	}
 }
 
-// recv returns the next message.
-func (r *rawPeer) recv() []byte {
-	r.t.Helper()
-	eventually(r.t, func() bool { r.poll(); return len(r.got) > 0 }, "a message comes")
-	m := r.got[0]
-	r.got = r.got[1:]
-	return m
-}
-
 // ended waits for the end of the connection.
 func (r *rawPeer) ended() {
 	r.t.Helper()

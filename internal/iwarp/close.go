@@ -90,7 +90,8 @@ func (q *qp) discard(done func(error)) {
 		// The Wait in progress ends by a deadline, which it then resets. No other
 		// comes after it.
 		q.cq.waits.Lock()
-		q.cq.waits.Unlock() //nolint:staticcheck // an empty critical section is the point
+		//lint:ignore SA2001 waiting for whoever holds it is the point
+		q.cq.waits.Unlock()
 		if !q.end.begin(q.link) {
 			return
 		}

@@ -138,9 +138,9 @@ func onTape(t testing.TB, ch *eventChannel, l *tape, mss int, crc bool, want ver
 
 // arena is registered memory with receives in it, and guards between them.
 type arena struct {
-	mem, want []byte
-	lkey      uint32
-	at        [][]byte
+	mem  []byte
+	lkey uint32
+	at   [][]byte
 }
 
 const guard = 32
