@@ -35,13 +35,18 @@ new_run() {
 	remove_abandoned
 	RUN=$(mktemp -d "${TMPDIR:-/tmp}/rdmanet-lab.XXXXXXXX") || die "cannot make a directory in ${TMPDIR:-/tmp}"
 	trap end_run EXIT
-	trap 'exit 129' HUP
-	trap 'exit 130' INT
-	trap 'exit 131' QUIT
-	trap 'exit 143' TERM
+	trap 'interrupted HUP 129' HUP
+	trap 'interrupted INT 130' INT
+	trap 'interrupted QUIT 131' QUIT
+	trap 'interrupted TERM 143' TERM
 	exec {RUN_LOCK}>"$RUN/lock" && flock -n "$RUN_LOCK" || die "cannot lock $RUN/lock"
 	TTY_STATE=
 	GUESTS=()
+}
+
+interrupted() { # SIGNAL STATUS
+	say "ended by SIG$1"
+	exit "$2"
 }
 
 # remove_abandoned removes what a run left that was killed with SIGKILL: its lock is free. (A minute's age protects a run

@@ -19,8 +19,9 @@ type Provider string
 // The providers. The environment variable RDMANET_PROVIDER takes the same names
 // and is used where Config leaves the choice open.
 const (
-	ProviderAuto  Provider = "auto"  // the best there is
-	ProviderIWARP Provider = "iwarp" // in software, iWARP over TCP: always there
+	ProviderAuto   Provider = "auto"   // the best there is; for now that is iwarp
+	ProviderIWARP  Provider = "iwarp"  // in software, iWARP over TCP: always there
+	ProviderDevice Provider = "device" // kernel and hardware devices, through rdma-core
 )
 
 // Defaults of Config.

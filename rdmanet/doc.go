@@ -32,6 +32,7 @@
 //
 // A provider is a way to do RDMA. "iwarp" does it in software, over TCP, as the
 // iWARP standard has it: it is always there, and needs neither a device nor
-// privileges. Config.Provider or the environment variable RDMANET_PROVIDER
-// chooses; the default, "auto", takes the best there is.
+// privileges. "device" uses kernel and hardware devices through rdma-core.
+// Config.Provider or the environment variable RDMANET_PROVIDER chooses; the
+// default, "auto", takes the best there is.
 package rdmanet

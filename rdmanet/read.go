@@ -11,10 +11,6 @@ import (
 	"github.com/rdmanet/rdmanet/qp"
 )
 
-// Buffer is a block of registered memory, for reading and writing without a
-// copy. See Conn.ReadBuffer and Conn.NewBuffer.
-type Buffer = qp.Buffer
-
 // rxState is the receive side. Each posted receive is a slot; its number is the
 // work request's id. Conn.mu guards it, except that the frame at the head of the
 // queue is the reader's, who holds readMu.
@@ -307,94 +303,6 @@ func (c *Conn) returnCredits(waiting bool) {
 	c.mu.Unlock()
 	if due {
 		_ = c.sendControl(frameCredit, waiting) // a connection in error owes nothing
-	}
-}
-
-// ReadBuffer returns the next received frame's payload, or what is left of it, in
-// the registered block in which it arrived: no copy is made. It blocks and fails
-// as Read does.
-//
-// The caller owns the buffer until it calls Release, which it must. Until then the
-// block is missing from the window: a caller that holds Config.RecvDepth buffers
-// stalls the peer. A buffer may be released after Close.
-func (c *Conn) ReadBuffer() (*Buffer, error) {
-	c.readMu.Lock()
-	defer c.readMu.Unlock()
-	err := c.readCheck()
-	for err == nil {
-		if f := c.first(); f != nil {
-			return c.lend(*f), nil
-		}
-		err = c.waitRead()
-	}
-	return nil, opError(opRead, c.local, c.remote, err)
-}
-
-// lend hands out the block of the frame at the head. readMu is held.
-func (c *Conn) lend(f received) *qp.Buffer {
-	b := c.rx.slots[f.slot]
-	b.SetWindow(f.off, f.n)
-	c.mu.Lock()
-	c.rx.pop()
-	c.rx.lent[f.slot] = true
-	c.mu.Unlock()
-	c.arena.retain()
-	c.stats.bytesRead.Add(uint64(f.n))
-	b.Lend()
-	return b
-}
-
-// bufferReleased is called when the caller of ReadBuffer releases it. Its receive
-// is posted again, unless Close has begun.
-func (c *Conn) bufferReleased(b *qp.Buffer) {
-	c.mu.Lock()
-	slot := c.slotOf(b)
-	c.rx.lent[slot] = false
-	switch {
-	case c.rx.gone:
-		b.Free()
-	case !c.closed.Load():
-		c.rx.releaseWR[0] = qp.RecvWR{WRID: slot, SGE: b.BlockSGE()}
-		if _, err := c.qp.PostRecv(c.rx.releaseWR[:]); err == nil {
-			c.flow.posted(1)
-		}
-	}
-	c.mu.Unlock()
-	c.returnCredits(true)
-	_ = c.arena.release()
-}
-
-func (c *Conn) slotOf(b *qp.Buffer) uint64 {
-	for i, s := range c.rx.slots {
-		if s == b {
-			return uint64(i)
-		}
-	}
-	panic("rdmanet: a buffer of another connection")
-}
-
-// WriteTo writes what is read to w, from the received blocks themselves, until
-// io.EOF, which is success.
-func (c *Conn) WriteTo(w io.Writer) (int64, error) {
-	var done int64
-	for {
-		b, err := c.ReadBuffer()
-		if err == io.EOF {
-			return done, nil
-		}
-		if err != nil {
-			return done, err
-		}
-		n, err := w.Write(b.Bytes())
-		short := n < b.Len()
-		b.Release()
-		done += int64(n)
-		if err != nil {
-			return done, err
-		}
-		if short {
-			return done, io.ErrShortWrite
-		}
 	}
 }
 
