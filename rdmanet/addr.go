@@ -80,13 +80,13 @@ func lookup(ctx context.Context, f family, address string) (addrs []netip.Addr, 
 	if host == "" {
 		return nil, port, nil
 	}
-	all, err := net.DefaultResolver.LookupNetIP(ctx, "ip", host)
+	all, err := net.DefaultResolver.LookupIPAddr(ctx, host) // LookupNetIP drops the zone
 	if err != nil {
 		return nil, 0, err
 	}
-	for _, a := range all {
-		if f.has(a) {
-			addrs = append(addrs, a.Unmap())
+	for _, ip := range all {
+		if a, ok := netip.AddrFromSlice(ip.IP); ok && f.has(a) {
+			addrs = append(addrs, a.Unmap().WithZone(ip.Zone))
 		}
 	}
 	if len(addrs) == 0 {

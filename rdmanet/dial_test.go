@@ -350,3 +350,45 @@ func TestAConnectionThatIsGoneComesOutOfAccept(t *testing.T) {
 	requireEOF(t, a)
 	require.NoError(t, a.Close())
 }
+
+// TestLookupKeepsTheZone: a link-local address is nothing without it.
+func TestLookupKeepsTheZone(t *testing.T) {
+	addrs, port, err := lookup(t.Context(), familyAny, "[fe80::1%eth7]:7471")
+	require.NoError(t, err)
+	require.Equal(t, uint16(7471), port)
+	require.Equal(t, []netip.Addr{netip.MustParseAddr("fe80::1%eth7")}, addrs)
+	require.Equal(t, "[fe80::1%eth7]:7471", AddrFrom(netip.AddrPortFrom(addrs[0], port)).String())
+}
+
+// TestLinkLocalAddressesConnect where the machine has one.
+func TestLinkLocalAddressesConnect(t *testing.T) {
+	checkLeaks(t)
+	ap := linkLocal(t)
+	l, err := Listen("rdma", netip.AddrPortFrom(ap, 0).String())
+	require.NoError(t, err)
+	defer l.Close()
+	require.Equal(t, ap, l.Addr().(*Addr).AddrPort().Addr())
+	a, b := pairOn(t, Config{}, l)
+	closeLater(t, a, b)
+	require.Equal(t, l.Addr(), a.RemoteAddr())
+	require.Equal(t, ap.Zone(), b.RemoteAddr().(*Addr).AddrPort().Addr().Zone())
+	write(t, a, []byte("hello"))
+	require.Equal(t, []byte("hello"), read(t, b, 5))
+}
+
+// linkLocal returns a link-local IPv6 address of this machine, with its zone.
+func linkLocal(t *testing.T) netip.Addr {
+	interfaces, err := net.Interfaces()
+	require.NoError(t, err)
+	for _, i := range interfaces {
+		addrs, _ := i.Addrs()
+		for _, a := range addrs {
+			p, err := netip.ParsePrefix(a.String())
+			if err == nil && i.Flags&net.FlagUp != 0 && p.Addr().Is6() && p.Addr().IsLinkLocalUnicast() {
+				return p.Addr().WithZone(i.Name)
+			}
+		}
+	}
+	t.Skip("no interface has a link-local IPv6 address; try: lab/guest, whose interfaces have one")
+	return netip.Addr{}
+}
