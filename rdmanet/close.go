@@ -24,8 +24,8 @@ const (
 
 // Close ends the connection. What was written before is sent first, and the peer
 // reads it and then io.EOF; Close takes the linger time for that at most, and
-// then resets the connection and says so. It does not wait for the peer's
-// application to read. Blocked calls of other goroutines return net.ErrClosed, as
+// then resets the connection and says so. It gives the peer's side up to a second
+// to end too, and does not wait for the peer's application to read. Blocked calls of other goroutines return net.ErrClosed, as
 // does a second Close.
 func (c *Conn) Close() error {
 	if !c.beginClose() {

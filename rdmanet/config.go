@@ -56,8 +56,8 @@ type Config struct {
 	MaxRegistered int64
 
 	// Spin is for how long a blocked Read or Write polls at most before it
-	// parks, while waits have been that short of late: 0 means the provider's
-	// default, negative never.
+	// parks, while waits have been that short of late: 0 or negative means not
+	// at all.
 	Spin time.Duration
 	// Linger bounds how long Close takes to send what was written and to end the
 	// connection in order: 0 means 5 s, negative that Close aborts the

@@ -91,9 +91,7 @@ func (c *Conn) open() error {
 	if err != nil {
 		return err
 	}
-	if err := c.initSends(); err != nil {
-		return err
-	}
+	c.initSends()
 	return c.initReceives()
 }
 

@@ -6,8 +6,8 @@
 //
 // The connections do what those of package net do: deadlines that end a blocked
 // call, half-close, linger, keepalive, addresses, and errors that are
-// *net.OpError and say what they are to errors.Is. net/http, crypto/tls, net/rpc
-// and gRPC run on them unchanged.
+// *net.OpError and say what they are to errors.Is. net/http (HTTP/2 too),
+// crypto/tls and net/rpc run on them unchanged.
 //
 // # How it works
 //

@@ -17,6 +17,10 @@ func (c *Conn) postBlock(b *qp.Buffer) error {
 	n, err := c.post(f.wrs[:1], b)
 	c.postMu.Unlock()
 	if n == 0 {
+		// Its Write may have returned long ago: nothing may follow the gap.
+		c.mu.Lock()
+		c.failWrites(err)
+		c.mu.Unlock()
 		b.Release()
 	}
 	return err

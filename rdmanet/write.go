@@ -71,7 +71,7 @@ const (
 	closely = 20 * time.Microsecond
 )
 
-func (c *Conn) initSends() error {
+func (c *Conn) initSends() {
 	t := &c.tx
 	t.releaseFn = c.bufferFreed
 	t.direct = c.qp.Cap().MaxInline >= headerLen+maxBufferSize
@@ -79,7 +79,6 @@ func (c *Conn) initSends() error {
 	for i := range t.frames.wrs {
 		t.frames.wrs[i].Solicited = true
 	}
-	return nil
 }
 
 // Write sends p and returns when the last of it is on its way, not when it has
