@@ -11,6 +11,7 @@ import (
 	"sync"
 	"syscall"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
 	"golang.org/x/sys/unix"
@@ -534,6 +535,9 @@ func TestContractErrno(t *testing.T) {
 		calls["Migrate"] = func(id *cm.ID) error { return id.Migrate(newChannel(t, on)) }
 		calls["SetKeepAlive"] = func(id *cm.ID) error { return id.SetKeepAlive(net.KeepAliveConfig{}) }
 		calls["SetAFOnly"] = func(id *cm.ID) error { return id.SetAFOnly(true) }
+		calls["SetReuseAddr"] = func(id *cm.ID) error { return id.SetReuseAddr(true) }
+		calls["SetTOS"] = func(id *cm.ID) error { return id.SetTOS(0) }
+		calls["SetAckTimeout"] = func(id *cm.ID) error { return id.SetAckTimeout(time.Second) }
 		calls["SetLogger"] = func(id *cm.ID) error { return id.SetLogger(nil) }
 		calls["Destroy"] = (*cm.ID).Destroy
 		calls["GetEvent"] = func(id *cm.ID) error {

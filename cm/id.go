@@ -149,6 +149,18 @@ func (id *ID) Device() (qp.Device, bool) {
 	return qp.NewDevice(v), true
 }
 
+// Endpoint says over which device, port and GID the id communicates: from when
+// Device has a device until Destroy. It reports false otherwise, and always for a
+// provider in software, which has none.
+func (id *ID) Endpoint() (Endpoint, bool) {
+	id.mu.Lock()
+	defer id.mu.Unlock()
+	if id.is(stateDestroyed) {
+		return Endpoint{}, false
+	}
+	return id.v.Endpoint()
+}
+
 // CreateQP makes the id's queue pair, rdma_create_qp(3), of the id's device,
 // before Connect or Accept. Receives may be posted to it at once. The id does
 // not own it: Close it before Destroy.
@@ -466,12 +478,6 @@ func (id *ID) RemoteAddr() netip.AddrPort {
 // the connection. Before Connect or Accept it is for the connection to come.
 func (id *ID) SetKeepAlive(k net.KeepAliveConfig) error {
 	return id.set("set keepalive", func() error { return id.v.SetKeepAlive(k) })
-}
-
-// SetAFOnly is RDMA_OPTION_ID_AFONLY of rdma_set_option(3): a listener on the
-// IPv6 wildcard takes no IPv4 connections. It has to come before Bind.
-func (id *ID) SetAFOnly(on bool) error {
-	return id.set("set AF only", func() error { return id.v.SetAFOnly(on) })
 }
 
 // SetLogger names where a listening id reports peers that it turned away before

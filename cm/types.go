@@ -36,6 +36,26 @@ const (
 	EventTimewaitExit    = verbs.EventTimewaitExit
 )
 
+// DeviceInfo describes a device, Port one of its ports and GID an entry of a port's
+// GID table: what ibv_devinfo(1) and rdma(8) show of them.
+type (
+	DeviceInfo = verbs.DeviceInfo
+	Port       = verbs.Port
+	GID        = verbs.GID
+)
+
+// Endpoint says over what an id communicates: device, port, transport, link layer
+// and, but for iWARP, the local GID.
+type Endpoint = verbs.Endpoint
+
+// Devices describes the RDMA devices of this machine. If none can be used, the
+// error says what is missing and how to get it; devices that exist come with it.
+// Providers in software have no device and need none.
+func Devices() ([]DeviceInfo, error) {
+	infos, err := verbs.Devices()
+	return infos, opError("get devices", err)
+}
+
 // LimitError reports a value beyond a limit, and what to do about it. It wraps
 // EINVAL.
 type LimitError = qp.LimitError

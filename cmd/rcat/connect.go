@@ -23,7 +23,7 @@ func dial(ctx context.Context, o *options) error {
 		return interrupted(ctx, o.dialError(err))
 	}
 	conn := c.(*rdmanet.Conn)
-	o.logf("connected to %v from %v (provider %s)", conn.RemoteAddr(), conn.LocalAddr(), conn.Provider())
+	o.logf("connected to %v from %v (%s)", conn.RemoteAddr(), conn.LocalAddr(), carrier(conn))
 	return newSession(o, conn, &stdin{file: os.Stdin}, os.Stdout).run(ctx)
 }
 
@@ -48,7 +48,7 @@ func listen(ctx context.Context, o *options) error {
 			l.Close() // others are refused, not kept waiting for nothing
 		}
 		conn := c.(*rdmanet.Conn)
-		o.logf("connected from %v to %v (provider %s)", conn.RemoteAddr(), conn.LocalAddr(), conn.Provider())
+		o.logf("connected from %v to %v (%s)", conn.RemoteAddr(), conn.LocalAddr(), carrier(conn))
 		err = newSession(o, conn, in, os.Stdout).run(ctx)
 		var local *localError
 		if !o.keep || errors.As(err, &local) {
@@ -61,6 +61,15 @@ func listen(ctx context.Context, o *options) error {
 			fmt.Fprintf(os.Stderr, "rcat: %v: %s\n", conn.RemoteAddr(), oneLine(err))
 		}
 	}
+}
+
+// carrier says what carries a connection.
+func carrier(c *rdmanet.Conn) string {
+	s := "provider " + string(c.Provider())
+	if e, ok := c.Endpoint(); ok {
+		s += ", " + e.String()
+	}
+	return s
 }
 
 // interrupted returns the signal that has ended ctx instead of what became of

@@ -48,7 +48,7 @@ func (d *demo) run(ctx context.Context) error {
 	defer stop()
 	defer sender.Close()
 	defer receiver.Close()
-	d.o.logf("connected to %v from %v (provider %s)", sender.RemoteAddr(), sender.LocalAddr(), sender.Provider())
+	d.o.logf("connected to %v from %v (%s)", sender.RemoteAddr(), sender.LocalAddr(), carrier(sender))
 	var got sum
 	got.Hash = sha256.New()
 	hide := d.progress(&got.n)

@@ -4,6 +4,7 @@
 //	rcat [options] HOST PORT
 //	rcat [options] -l [HOST] PORT
 //	rcat --demo[=SIZE]
+//	rcat --devices
 //
 // The first form dials, the second waits for a connection and takes it. Then both
 // do the same: what they read from standard input goes to the peer, and what the
@@ -26,12 +27,25 @@
 // which making and hashing the bytes is included. SIZE is in bytes, or has a unit:
 // 64MiB and 64M are 2^26, 500MB is 5·10^8.
 //
+// Provider iwarp needs no RDMA device. Those that provider device can use are listed
+// by
+//
+//	rcat --devices
+//
+// with state, network interface, addresses, GIDs and what a program may ask of each:
+// the depth of the queues, scatter/gather entries (SGE) of a send, entries of a
+// completion queue (CQE), bytes of inline data. GIDs are those that a connection may
+// have: on RoCE, of version 2 if there are any. If no device can be used, it says
+// what is missing and how to get it.
+//
 // # Options
 //
 //	-l, --listen             wait for a connection instead of dialing
 //	-k, --keep-open          with -l: after a connection, take the next one
-//	-v, --verbose            say on stderr who is connected, by what, and how much
-//	                         was moved how fast; -vv adds the library's log
+//	-v, --verbose            say on stderr who is connected, by which provider,
+//	                         device, port, transport, link layer and GID (a provider
+//	                         in software has only its name), and how much was moved
+//	                         how fast; -vv adds the library's log
 //	-w, --wait TIME          give up a dial, or a connection on which nothing moves,
 //	                         after that time: in seconds (5, 1.5) or with a unit
 //	                         (500ms). Waiting for a connection with -l has no limit
@@ -43,6 +57,7 @@
 //	                         environment variable RDMANET_PROVIDER, or auto
 //	    --crc                ask for a CRC32C in each packet (provider iwarp)
 //	    --demo[=SIZE]        test this machine, as above
+//	    --devices            list its RDMA devices, as above
 //	    --version, --help
 //
 // Short options may be put together: rcat -lvk 7471.
@@ -78,8 +93,9 @@
 //
 // # Exit status
 //
-//	0    everything was sent and received
-//	1    something failed, also a --demo in which a byte differs
+//	0    everything was sent and received; --devices: a device can be used
+//	1    something failed, also a --demo in which a byte differs; no device can be
+//	     used
 //	2    wrong usage
 //	130  SIGINT (143: SIGTERM)
 package main

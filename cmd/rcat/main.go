@@ -8,6 +8,8 @@ import (
 	"os/signal"
 	"strings"
 	"syscall"
+
+	"github.com/rdmanet/rdmanet/cm"
 )
 
 // Exit statuses. A signal adds its number to statusSignal, as shells do.
@@ -55,6 +57,8 @@ func rcat(args []string) error {
 		_, err = fmt.Printf(usage, providers())
 	case o.version:
 		_, err = fmt.Println(version())
+	case o.devices:
+		err = listDevices(os.Stdout, cm.Devices)
 	case o.demo > 0:
 		err = newDemo(o).run(ctx)
 	case o.listen:

@@ -27,12 +27,14 @@ Usage:
   rcat [options] HOST PORT         dial
   rcat [options] -l [HOST] PORT    listen, and take one connection
   rcat [options] --demo[=SIZE]     test this machine
+  rcat --devices                   list this machine's RDMA devices
 
 Options:
   -l, --listen             wait for a connection instead of dialing
   -k, --keep-open          with -l: after a connection, take the next one
-  -v, --verbose            say on stderr who is connected, by which provider, and
-                           how much was moved how fast; -vv adds the library's log
+  -v, --verbose            say on stderr who is connected, by which provider and
+                           device, and how much was moved how fast; -vv adds the
+                           library's log
   -w, --wait TIME          give up a dial, or a connection on which nothing moves,
                            after TIME: seconds (5, 1.5) or with a unit (500ms)
   -4, --ipv4, -6, --ipv6   use only IPv4, or only IPv6
@@ -45,6 +47,8 @@ Options:
       --crc                ask for a CRC32C in each packet (provider iwarp)
       --demo[=SIZE]        send SIZE random bytes (default 256MiB; 64MiB, 1G, 500MB)
                            to itself, check their SHA-256, print rate and provider
+      --devices            list RDMA devices with their addresses and limits, or say
+                           what is missing; the status is 0 if one can be used
       --version            print the version
   -h, --help               print this
 
@@ -58,7 +62,8 @@ More examples:
   tar c dir | rcat -w 5 10.0.0.2 7471     send a tree; the peer: rcat -l 7471 | tar x
   echo status | rcat -w 2 10.0.0.2 7471   ask, and print the answer
 
-Exit status: 0 all was sent and received, 1 failure, 2 wrong usage, 130 SIGINT.
+Exit status: 0 all was sent and received, or --devices found one that can be used;
+1 failure, or it found none; 2 wrong usage; 130 SIGINT.
 The manual: go doc github.com/rdmanet/rdmanet/cmd/rcat
 `
 
@@ -74,6 +79,7 @@ type options struct {
 	provider      rdmanet.Provider
 	crc           bool
 	demo          byteSize // 0: no demo
+	devices       bool
 	help, version bool
 	host, port    string // host is empty for every address
 }
@@ -123,6 +129,7 @@ func (o *options) flags() *pflag.FlagSet {
 	f.BoolVar(&o.crc, "crc", false, "")
 	f.Var(&o.demo, "demo", "")
 	f.Lookup("demo").NoOptDefVal = defaultDemo
+	f.BoolVar(&o.devices, "devices", false, "")
 	f.BoolVar(&o.version, "version", false, "")
 	f.BoolVarP(&o.help, "help", "h", false, "")
 	return f
@@ -132,6 +139,8 @@ func (o *options) flags() *pflag.FlagSet {
 func (o *options) check(f *pflag.FlagSet) error {
 	given := f.Changed
 	switch {
+	case o.devices && f.NFlag() > 1:
+		return usageErrorf("--devices goes with no other option")
 	case o.only4 && o.only6:
 		return usageErrorf("-4 and -6 exclude each other: leave both out for either family")
 	case given("wait") && o.wait.d == 0:
@@ -156,6 +165,10 @@ func (o *options) check(f *pflag.FlagSet) error {
 // arguments takes what is left of the command line.
 func (o *options) arguments(args []string) error {
 	switch {
+	case o.devices && len(args) > 0:
+		return usageErrorf("--devices takes no %q: it lists all", args[0])
+	case o.devices:
+		return nil
 	case o.demo > 0 && len(args) > 0:
 		return usageErrorf("--demo takes no %q: a size is given as --demo=%[1]s", args[0])
 	case o.demo > 0:

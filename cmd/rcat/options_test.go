@@ -26,6 +26,7 @@ func TestParse(t *testing.T) {
 		{[]string{"--reply-wait", "1m", "host", "1"}, options{replyWait: seconds{time.Minute, "1m"}, host: "host", port: "1"}},
 		{[]string{"--demo"}, options{demo: 256 << 20}},
 		{[]string{"--demo=1000", "-v", "-6"}, options{demo: 1000, verbose: 1, only6: true}},
+		{[]string{"--devices"}, options{devices: true}},
 		{[]string{"--help"}, options{help: true}},
 		{[]string{"-h", "whatever"}, options{help: true}},
 		{[]string{"--version"}, options{version: true}},
@@ -68,6 +69,8 @@ func TestWrongUsage(t *testing.T) {
 		{[]string{"--demo=many"}, `"many"`},
 		{[]string{"--demo", "-l"}, "--demo dials itself"},
 		{[]string{"--demo", "-w", "1"}, "--demo dials itself"},
+		{[]string{"--devices", "-v"}, "--devices goes with no other option"},
+		{[]string{"--devices", "rxe0"}, `--devices takes no "rxe0"`},
 		{[]string{"-z", "host", "1"}, "rcat --help lists the options"},
 		{[]string{"--nonsense"}, "--nonsense"},
 	} {
@@ -99,7 +102,7 @@ func TestHelpAndVersion(t *testing.T) {
 func TestEveryOptionIsInTheHelp(t *testing.T) {
 	f := new(options).flags()
 	for _, arg := range []string{"listen", "keep-open", "verbose", "wait", "ipv4", "ipv6", "source", "source-port",
-		"reply-wait", "provider", "crc", "demo", "version", "help"} {
+		"reply-wait", "provider", "crc", "demo", "devices", "version", "help"} {
 		require.NotNil(t, f.Lookup(arg), arg)
 		require.Contains(t, usage, "--"+arg)
 	}

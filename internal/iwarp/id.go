@@ -28,7 +28,7 @@ type id struct {
 	cancel   context.CancelFunc
 	listener *listener // of a listening id
 	parent   *listener // of an id that came with a connect request
-	afOnly   bool
+	options  options
 	keep     net.KeepAliveConfig
 	log      atomic.Pointer[slog.Logger]
 	wg       sync.WaitGroup // the dialing goroutine
@@ -186,14 +186,15 @@ func (i *id) Connect(p verbs.ConnParam) error {
 	}
 	ctx, cancel := context.WithCancel(context.Background())
 	i.cancel, i.state = cancel, stateConnecting
-	local, remote := i.local, i.remote
-	i.wg.Go(func() { i.dial(ctx, local, remote, req) })
+	d := i.options.dialer(i.local)
+	remote := i.remote
+	i.wg.Go(func() { i.dial(ctx, d, remote, req) })
 	return nil
 }
 
 // dial connects and reports how it went, unless ctx ends first.
-func (i *id) dial(ctx context.Context, local, remote netip.AddrPort, req wire.SetupFrame) {
-	conn, reply, err := dialSetup(ctx, local, remote, req)
+func (i *id) dial(ctx context.Context, d *net.Dialer, remote netip.AddrPort, req wire.SetupFrame) {
+	conn, reply, err := dialSetup(ctx, d, remote, req)
 	i.mu.Lock()
 	defer i.mu.Unlock()
 	if ctx.Err() != nil {
@@ -381,6 +382,9 @@ func (i *id) Device() verbs.Device {
 	return device{}
 }
 
+// Endpoint has nothing to say: there is no adapter.
+func (i *id) Endpoint() (verbs.Endpoint, bool) { return verbs.Endpoint{}, false }
+
 // SetKeepAlive uses TCP's own keepalive: the peer's kernel answers it.
 func (i *id) SetKeepAlive(k net.KeepAliveConfig) error {
 	i.mu.Lock()
@@ -396,17 +400,6 @@ func (i *id) SetLogger(l *slog.Logger) {
 	if l != nil {
 		i.log.Store(l)
 	}
-}
-
-// SetAFOnly keeps a listener on an IPv6 wildcard from taking IPv4.
-func (i *id) SetAFOnly(on bool) error {
-	i.mu.Lock()
-	defer i.mu.Unlock()
-	if err := i.in("set AF only", stateIdle, stateBound); err != nil {
-		return err
-	}
-	i.afOnly = on
-	return nil
 }
 
 // connectFailure says in librdmacm's terms why a connect failed, as rdma_cm's

@@ -47,7 +47,7 @@ func (i *id) Listen(backlog int) error {
 	if backlog <= 0 {
 		backlog = maxBacklog
 	}
-	var lc net.ListenConfig
+	lc := net.ListenConfig{Control: i.options.control}
 	lc.SetMultipathTCP(false)
 	ln, err := lc.Listen(context.Background(), i.network(), i.local.String())
 	if err != nil {
@@ -67,7 +67,7 @@ func (i *id) network() string {
 	switch {
 	case i.local.Addr().Is4():
 		return "tcp4"
-	case i.afOnly:
+	case i.options.afOnly:
 		return "tcp6"
 	}
 	return "tcp"

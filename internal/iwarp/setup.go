@@ -53,12 +53,7 @@ func valid(f wire.SetupFrame) error {
 
 // dialSetup connects and exchanges set-up frames (RFC 5044 section 7.1). It
 // ends when ctx does.
-func dialSetup(ctx context.Context, local, remote netip.AddrPort, req wire.SetupFrame) (*net.TCPConn, wire.SetupFrame, error) {
-	d := net.Dialer{Timeout: setupTimeout}
-	d.SetMultipathTCP(false)
-	if local.IsValid() {
-		d.LocalAddr = net.TCPAddrFromAddrPort(local)
-	}
+func dialSetup(ctx context.Context, d *net.Dialer, remote netip.AddrPort, req wire.SetupFrame) (*net.TCPConn, wire.SetupFrame, error) {
 	c, err := d.DialContext(ctx, "tcp", remote.String())
 	if err != nil {
 		return nil, wire.SetupFrame{}, err

@@ -409,6 +409,12 @@ struct rdma_cm_event {
 
 // rdma_set_option(3)
 
-enum { RDMA_OPTION_ID = 0, RDMA_OPTION_ID_AFONLY = 2 };
+enum { RDMA_OPTION_ID = 0 };
+enum {
+	RDMA_OPTION_ID_TOS,        // uint8_t
+	RDMA_OPTION_ID_REUSEADDR,  // int
+	RDMA_OPTION_ID_AFONLY,     // int
+	RDMA_OPTION_ID_ACK_TIMEOUT // uint8_t
+};
 
 #endif

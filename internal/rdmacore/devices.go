@@ -22,7 +22,7 @@ import (
 
 // Devices describes the RDMA devices of this machine. An error says what is
 // missing to use any of them, and how to get it; devices that exist come with it.
-func Devices() ([]Info, error) {
+func Devices() ([]verbs.DeviceInfo, error) {
 	if err := load(); err != nil {
 		return nil, err
 	}
@@ -33,7 +33,7 @@ func Devices() ([]Info, error) {
 		return nil, err
 	}
 	defer C.rn_free_device_list(list)
-	var infos []Info
+	var infos []verbs.DeviceInfo
 	for _, dev := range unsafe.Slice(list, int(n)) {
 		infos = append(infos, describe(dev))
 	}
@@ -43,8 +43,8 @@ func Devices() ([]Info, error) {
 	return infos, err
 }
 
-func describe(dev *C.struct_ibv_device) Info {
-	info := Info{Name: C.GoString(&dev.name[0])}
+func describe(dev *C.struct_ibv_device) verbs.DeviceInfo {
+	info := verbs.DeviceInfo{Name: C.GoString(&dev.name[0])}
 	var ctx *C.struct_ibv_context
 	if info.Err = errnoOf(int(C.rn_open_device(dev, &ctx))); info.Err != nil {
 		node := C.GoString(&dev.dev_name[0])
@@ -86,8 +86,8 @@ const (
 
 var portStates = [...]string{"NOP", "DOWN", "INIT", "ARMED", "ACTIVE", "ACTIVE_DEFER"}
 
-func describePort(ctx *C.struct_ibv_context, device string, num int) Port {
-	p := Port{Num: num, State: "UNKNOWN"}
+func describePort(ctx *C.struct_ibv_context, device string, num int) verbs.Port {
+	p := verbs.Port{Num: num, State: "UNKNOWN"}
 	var a C.struct_ibv_port_attr
 	if C.rn_query_port(ctx, C.uint8_t(num), &a) < 0 {
 		return p
@@ -111,7 +111,7 @@ func describePort(ctx *C.struct_ibv_context, device string, num int) Port {
 		if addr.IsUnspecified() || typ == "" && index > 0 {
 			continue
 		}
-		p.GIDs = append(p.GIDs, GID{Index: index, Type: typ, Addr: addr})
+		p.GIDs = append(p.GIDs, verbs.GID{Index: index, Type: typ, Addr: addr})
 		if p.Interface == "" {
 			p.Interface = readLine(filepath.Join(dir, "ndevs", strconv.Itoa(index)))
 		}
@@ -133,7 +133,7 @@ func readLine(path string) string {
 
 // interfaceByGID finds the interface of an iWARP device, whose one GID begins
 // with its hardware address.
-func interfaceByGID(gids []GID) string {
+func interfaceByGID(gids []verbs.GID) string {
 	all, err := net.Interfaces()
 	if err != nil || len(gids) == 0 {
 		return ""
@@ -161,26 +161,20 @@ func addressesOf(name string) (prefixes []netip.Prefix) {
 	return prefixes
 }
 
-// Describe says over what an id of this provider communicates. It reports false
-// for any other id, and for one that is not bound to a device.
-func Describe(v verbs.ID) (Endpoint, bool) {
-	i, ok := v.(*id)
-	if !ok {
-		return Endpoint{}, false
-	}
+func (i *id) Endpoint() (verbs.Endpoint, bool) {
 	i.mu.Lock()
 	defer i.mu.Unlock()
 	if i.destroyed {
-		return Endpoint{}, false
+		return verbs.Endpoint{}, false
 	}
 	ch := i.lockChannel()
 	defer ch.mu.Unlock()
 	ctx := i.c.verbs
 	if ctx == nil {
-		return Endpoint{}, false
+		return verbs.Endpoint{}, false
 	}
 	d := deviceOf(ctx)
-	e := Endpoint{Device: d.name, Port: int(i.c.port_num), LinkLayer: linkEthernet}
+	e := verbs.Endpoint{Device: d.name, Port: int(i.c.port_num), LinkLayer: linkEthernet}
 	var a C.struct_ibv_port_attr
 	if !d.iwarp && C.rn_query_port(ctx, i.c.port_num, &a) >= 0 && a.link_layer != C.IBV_LINK_LAYER_ETHERNET {
 		e.LinkLayer = linkInfiniBand

@@ -7,6 +7,8 @@ import (
 	"testing"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/rdmanet/rdmanet/internal/verbs"
 )
 
 func addrPort(s string) netip.AddrPort { return netip.MustParseAddrPort(s) }
@@ -17,7 +19,7 @@ func TestDevicesAreDescribed(t *testing.T) {
 		infos, err := Devices()
 		require.NoError(t, err)
 		a, b := pair(t, 64, addr)
-		var info *Info
+		var info *verbs.DeviceInfo
 		for i := range infos {
 			if infos[i].Name == a.id.Device().Name() {
 				info = &infos[i]
@@ -38,7 +40,7 @@ func TestDevicesAreDescribed(t *testing.T) {
 		require.True(t, found, "%v is one of %v", addr, port.Addrs)
 
 		for _, e := range []*end{a, b} {
-			ep, ok := Describe(e.id)
+			ep, ok := e.id.Endpoint()
 			require.True(t, ok)
 			require.Equal(t, info.Name, ep.Device)
 			require.Equal(t, info.Transport, ep.Transport)
@@ -50,7 +52,7 @@ func TestDevicesAreDescribed(t *testing.T) {
 			require.Equal(t, a.id.Device(), e.id.Device(), "the same device is the same value")
 		}
 		unbound := newTestID(t, a.ch)
-		_, ok := Describe(unbound)
+		_, ok := unbound.Endpoint()
 		require.False(t, ok)
 		require.Nil(t, unbound.Device())
 	})

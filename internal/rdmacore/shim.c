@@ -360,10 +360,16 @@ int rn_migrate_id(struct rdma_cm_id *id, struct rdma_event_channel *ch)
 	return failed(rdma_migrate_id(id, ch));
 }
 
-int rn_set_afonly(struct rdma_cm_id *id, int on)
+int rn_set_byte(struct rdma_cm_id *id, int option, uint8_t value)
 {
 	errno = 0;
-	return failed(rdma_set_option(id, RDMA_OPTION_ID, RDMA_OPTION_ID_AFONLY, &on, sizeof(on)));
+	return failed(rdma_set_option(id, RDMA_OPTION_ID, option, &value, sizeof(value)));
+}
+
+int rn_set_int(struct rdma_cm_id *id, int option, int value)
+{
+	errno = 0;
+	return failed(rdma_set_option(id, RDMA_OPTION_ID, option, &value, sizeof(value)));
 }
 
 // rn_create_qp replaces *cap by what was granted.

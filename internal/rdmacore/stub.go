@@ -12,6 +12,7 @@ import (
 
 func init() {
 	verbs.Register(Name, func() (verbs.Provider, error) { return nil, errUnavailable() })
+	verbs.RegisterDevices(func() ([]verbs.DeviceInfo, error) { return nil, errUnavailable() })
 }
 
 func errUnavailable() error {
@@ -20,9 +21,3 @@ func errUnavailable() error {
 	}
 	return fmt.Errorf("this program was built without cgo (CGO_ENABLED=0), which RDMA devices need: build it with CGO_ENABLED=1 and a C compiler: %w", syscall.ENODEV)
 }
-
-// Devices returns an error: this build has no access to devices.
-func Devices() ([]Info, error) { return nil, errUnavailable() }
-
-// Describe reports false: no id of this build is on a device.
-func Describe(verbs.ID) (Endpoint, bool) { return Endpoint{}, false }

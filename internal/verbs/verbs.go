@@ -8,10 +8,14 @@
 package verbs
 
 import (
+	"errors"
+	"fmt"
 	"log/slog"
 	"net"
 	"net/netip"
 	"os"
+	"slices"
+	"sync"
 	"time"
 )
 
@@ -62,10 +66,28 @@ type ID interface {
 	SetKeepAlive(net.KeepAliveConfig) error
 	// SetLogger names where a listening id reports peers that it turned away.
 	SetLogger(*slog.Logger)
-	// SetAFOnly is RDMA_OPTION_ID_AFONLY of rdma_set_option(3): a listener on the
-	// IPv6 wildcard takes no IPv4.
+	// The options of rdma_set_option(3), each of which cm lets through while it can
+	// have an effect.
+
+	// SetAFOnly is RDMA_OPTION_ID_AFONLY: a listener on the IPv6 wildcard takes no
+	// IPv4.
 	SetAFOnly(bool) error
+	// SetTOS is RDMA_OPTION_ID_TOS, a differentiated services field (RFC 2474).
+	SetTOS(uint8) error
+	// SetReuseAddr is RDMA_OPTION_ID_REUSEADDR: the address may be bound by others
+	// that have set it.
+	SetReuseAddr(bool) error
+	// SetAckTimeout is RDMA_OPTION_ID_ACK_TIMEOUT: 4.096 µs·2^n, n at most
+	// MaxAckTimeout, or no time-out for 0. Where TCP retransmits it is EOPNOTSUPP.
+	SetAckTimeout(n uint8) error
+
+	// Endpoint says over which device the id communicates. It reports false
+	// while there is none, and always in software.
+	Endpoint() (Endpoint, bool)
 }
+
+// MaxAckTimeout is the largest ack time-out of a queue pair, which has 5 bits.
+const MaxAckTimeout = 31
 
 // Device is an ibv_context: one adapter, or a software stand-in. Devices are
 // comparable: the same adapter is the same value.
@@ -89,6 +111,81 @@ type DeviceAttr struct {
 	// WaitPolls says that CQ.Wait looks for completions before it parks, so that
 	// there is no need to poll after Arm.
 	WaitPolls bool
+}
+
+// DeviceInfo describes a device, for people.
+type DeviceInfo struct {
+	Name      string     // such as "mlx5_0"
+	Transport string     // "InfiniBand", "RoCE" or "iWARP"
+	Attr      DeviceAttr // the usable limits; zero if Err is set
+	Ports     []Port
+	Err       error // why the device can't be used
+}
+
+// Port is a port of a device.
+type Port struct {
+	Num       int
+	State     string // "ACTIVE", "DOWN", ...
+	LinkLayer string // "Ethernet" or "InfiniBand"
+	Interface string // network interface, such as "eth0", or ""
+	Addrs     []netip.Prefix
+	GIDs      []GID
+}
+
+// GID is an entry of a port's GID table.
+type GID struct {
+	Index int
+	Type  string     // "RoCE v2", "IB/RoCE v1", ...
+	Addr  netip.Addr // IPv4 addresses are in IPv6 form
+}
+
+var deviceLists struct {
+	sync.Mutex
+	list []func() ([]DeviceInfo, error)
+}
+
+// RegisterDevices makes a provider's devices known to Devices. Providers that
+// have devices call it from init. list also works while the provider doesn't:
+// its error says what is missing to use any device, and how to get it.
+func RegisterDevices(list func() ([]DeviceInfo, error)) {
+	deviceLists.Lock()
+	defer deviceLists.Unlock()
+	deviceLists.list = append(deviceLists.list, list)
+}
+
+// Devices describes the devices of all providers. Those that exist come with an
+// error, too.
+func Devices() (all []DeviceInfo, err error) {
+	deviceLists.Lock()
+	lists := slices.Clone(deviceLists.list)
+	deviceLists.Unlock()
+	for _, list := range lists {
+		infos, e := list()
+		all, err = append(all, infos...), errors.Join(err, e)
+	}
+	return all, err
+}
+
+// Endpoint says over what an id communicates.
+type Endpoint struct {
+	Device    string // such as "mlx5_0"
+	Port      int
+	Transport string     // "InfiniBand", "RoCE" or "iWARP"
+	LinkLayer string     // "Ethernet" or "InfiniBand"
+	GID       netip.Addr // local; not valid for iWARP
+}
+
+// String returns all of it in one line, such as
+// "rxe0 port 1, RoCE over Ethernet, GID ::ffff:10.0.0.1".
+func (e Endpoint) String() string {
+	s := fmt.Sprintf("%s port %d, %s", e.Device, e.Port, e.Transport)
+	if e.LinkLayer != e.Transport {
+		s += " over " + e.LinkLayer
+	}
+	if e.GID.IsValid() {
+		s += ", GID " + e.GID.String()
+	}
+	return s
 }
 
 // PD is a protection domain, ibv_alloc_pd(3).
@@ -211,7 +308,7 @@ type ConnParam struct {
 
 	ResponderResources uint8 // inbound RDMA READs; streams use none
 	InitiatorDepth     uint8 // outbound RDMA READs; streams use none
-	RetryCount         uint8 // transport retries, 0 to 7
+	RetryCount         uint8 // transport retries, 0 to 7; Soft-RoCE takes 7 to be for ever
 	RNRRetryCount      uint8 // receiver-not-ready retries, 0 to 7; 7 is for ever
 
 	CRC         bool  // iWARP in software: ask for a CRC32C in each FPDU (RFC 5044)

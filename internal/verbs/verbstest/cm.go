@@ -127,6 +127,7 @@ type id struct {
 	bound         bool // to the device
 	qp            *qp
 	destroyed     bool
+	reuse         bool // the address
 
 	backlog   int  // of a listener
 	listener  *id  // of a request that was neither accepted nor rejected
@@ -159,7 +160,13 @@ func (i *id) Bind(a netip.AddrPort) error {
 		i.p.serial++
 		a = netip.AddrPortFrom(a.Addr(), uint16(20000+i.p.serial%20000))
 	}
+	for _, other := range i.p.bound[a] {
+		if !i.reuse || !other.reuse {
+			return syscall.EADDRINUSE
+		}
+	}
 	i.local = a
+	i.p.bound[a] = append(i.p.bound[a], i)
 	return nil
 }
 
@@ -379,6 +386,11 @@ func (i *id) destroy() {
 	if i.p.listeners[i.local] == i {
 		delete(i.p.listeners, i.local)
 	}
+	if left := slices.DeleteFunc(i.p.bound[i.local], func(o *id) bool { return o == i }); len(left) > 0 {
+		i.p.bound[i.local] = left
+	} else {
+		delete(i.p.bound, i.local)
+	}
 	i.disconnected(errReset)
 	if i.listener != nil {
 		i.reject(nil)
@@ -417,14 +429,41 @@ func (i *id) Device() verbs.Device {
 	return i.p.dev
 }
 
-func (i *id) SetKeepAlive(net.KeepAliveConfig) error { return i.set("set keepalive") }
-func (i *id) SetAFOnly(bool) error                   { return i.set("set AF only") }
-func (i *id) SetLogger(*slog.Logger)                 { _ = i.set("set logger") }
-
-func (i *id) set(op string) error {
+func (i *id) Endpoint() (verbs.Endpoint, bool) {
 	i.p.mu.Lock()
 	defer i.p.mu.Unlock()
-	return i.begin(op)
+	if !i.bound {
+		return verbs.Endpoint{}, false
+	}
+	gid := netip.AddrFrom16(i.local.Addr().As16())
+	return verbs.Endpoint{Device: i.p.dev.Name(), Port: 1, Transport: "RoCE", LinkLayer: "Ethernet", GID: gid}, true
+}
+
+func (i *id) SetKeepAlive(net.KeepAliveConfig) error { return i.set("set keepalive", nil) }
+func (i *id) SetAFOnly(on bool) error                { return i.set("set AF only", on) }
+func (i *id) SetTOS(tos uint8) error                 { return i.set("set TOS", tos) }
+func (i *id) SetAckTimeout(n uint8) error            { return i.set("set ack timeout", n) }
+func (i *id) SetLogger(*slog.Logger)                 { _ = i.set("set logger", nil) }
+
+func (i *id) SetReuseAddr(on bool) error {
+	err := i.set("set reuse address", on)
+	if err == nil {
+		i.p.mu.Lock()
+		defer i.p.mu.Unlock()
+		i.reuse = on
+	}
+	return err
+}
+
+// set takes an option, and notes its value for Option.
+func (i *id) set(op string, value any) error {
+	i.p.mu.Lock()
+	defer i.p.mu.Unlock()
+	err := i.begin(op)
+	if err == nil {
+		i.p.options[op] = value
+	}
+	return err
 }
 
 var (

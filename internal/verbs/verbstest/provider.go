@@ -30,8 +30,10 @@ type Provider struct {
 	mu         sync.Mutex
 	fail       func(op string) error
 	listeners  map[netip.AddrPort]*id
+	bound      map[netip.AddrPort][]*id
 	qps        map[uint32]*qp
 	live       map[string]int
+	options    map[string]any
 	violations []string
 	serial     uint32
 	dev        *device
@@ -41,8 +43,10 @@ type Provider struct {
 func New() *Provider {
 	p := &Provider{
 		listeners: make(map[netip.AddrPort]*id),
+		bound:     make(map[netip.AddrPort][]*id),
 		qps:       make(map[uint32]*qp),
 		live:      make(map[string]int),
+		options:   make(map[string]any),
 	}
 	p.dev = &device{p}
 	return p
@@ -78,6 +82,14 @@ func (p *Provider) Violations() []string {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	return append([]string(nil), p.violations...)
+}
+
+// Option returns the value that an option ("set TOS", ...) of any id was last set
+// to, or nil.
+func (p *Provider) Option(op string) any {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.options[op]
 }
 
 // Inject puts a completion of the test's own into the CQ of a queue pair.
