@@ -70,6 +70,23 @@ func (s *sockaddr) addrPort() netip.AddrPort {
 	return netip.AddrPort{}
 }
 
+// zoneOf returns the interface that has a link-local address.
+func zoneOf(a netip.Addr) string {
+	if a.Zone() != "" {
+		return a.Zone()
+	}
+	interfaces, _ := net.Interfaces()
+	for _, i := range interfaces {
+		addrs, _ := i.Addrs()
+		for _, of := range addrs {
+			if p, err := netip.ParsePrefix(of.String()); err == nil && p.Addr() == a {
+				return i.Name
+			}
+		}
+	}
+	return ""
+}
+
 func zone(scope uint32) string {
 	if ifi, err := net.InterfaceByIndex(int(scope)); err == nil {
 		return ifi.Name

@@ -103,12 +103,18 @@ func (i *id) advance(ev *verbs.Event) {
 		}
 	case verbs.EventDisconnected:
 		i.connected = false
-		if i.qp != nil && !i.qp.dev.iwarp {
+		if i.qp == nil {
+			break
+		}
+		if !i.qp.dev.iwarp {
 			// On iWARP the kernel does this. Here nobody would end our side, and
 			// until we have answered the peer isn't told that the connection is
 			// over (15 attempts of 4 s each).
 			i.qp.beginEnd()
 			C.rn_disconnect(i.c)
+		} else if i.qp.dev.quirk == quirkSIW {
+			i.qp.beginEnd()
+			_ = i.qp.finishEnd(true)
 		}
 	case verbs.EventDeviceRemoval:
 		if i.c.verbs != nil {
@@ -290,6 +296,7 @@ func (i *id) Destroy() error {
 func (i *id) LocalAddr() netip.AddrPort {
 	return i.addr(func(a *C.struct_rdma_addr) unsafe.Pointer { return unsafe.Pointer(&a.src_storage) })
 }
+
 func (i *id) RemoteAddr() netip.AddrPort {
 	return i.addr(func(a *C.struct_rdma_addr) unsafe.Pointer { return unsafe.Pointer(&a.dst_storage) })
 }
@@ -303,9 +310,14 @@ func (i *id) addr(which func(*C.struct_rdma_addr) unsafe.Pointer) netip.AddrPort
 		return netip.AddrPort{}
 	}
 	ch := i.lockChannel()
+	local := *(*sockaddr)(unsafe.Pointer(&i.c.route.addr.src_storage))
 	sa := *(*sockaddr)(which(&i.c.route.addr))
 	ch.mu.Unlock()
-	return sa.addrPort()
+	a := sa.addrPort()
+	if a.Addr().IsLinkLocalUnicast() && a.Addr().Zone() == "" { // as on the passive side
+		return netip.AddrPortFrom(a.Addr().WithZone(zoneOf(local.addrPort().Addr())), a.Port())
+	}
+	return a
 }
 
 func (i *id) Device() verbs.Device {
@@ -345,11 +357,3 @@ func (i *id) SetKeepAlive(k net.KeepAliveConfig) error {
 
 // SetLogger does nothing: the kernel turns peers away and tells nobody.
 func (i *id) SetLogger(*slog.Logger) {}
-
-func (i *id) SetAFOnly(on bool) error {
-	var v C.int
-	if on {
-		v = 1
-	}
-	return i.call("rdma_set_option", func() C.int { return C.rn_set_afonly(i.c, v) })
-}

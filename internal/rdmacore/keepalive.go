@@ -73,11 +73,44 @@ func (k *keepAlive) tick() {
 		return
 	}
 	posts := k.qp.send.posts.Load()
-	if posts == k.posts && !k.outstanding {
-		k.outstanding = C.rn_post_probe(k.qp.c, probeNumber) == 0
+	if posts == k.posts {
+		k.probe()
 	}
 	k.posts = posts
 	k.timer.Reset(k.period)
+}
+
+// nudges are when, after it has made a connection, a siw dialer sends a probe. Its
+// peer answers the request first and hooks up the socket next: messages that come
+// in between stay unnoticed until something follows them.
+var nudges = [...]time.Duration{2 * time.Millisecond, 10 * time.Millisecond, 50 * time.Millisecond, 250 * time.Millisecond, time.Second, 4 * time.Second}
+
+// nudge arranges for number n of them and those after it.
+func (k *keepAlive) nudge(n int) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	if k.stopped || n == len(nudges) {
+		return
+	}
+	after := nudges[n]
+	if n > 0 {
+		after -= nudges[n-1]
+	}
+	k.timer = time.AfterFunc(after, func() {
+		k.mu.Lock()
+		if !k.stopped {
+			k.probe()
+		}
+		k.mu.Unlock()
+		k.nudge(n + 1)
+	})
+}
+
+// probe posts one, unless one is outstanding. k.mu is held.
+func (k *keepAlive) probe() {
+	if !k.outstanding {
+		k.outstanding = C.rn_post_probe(k.qp.c, probeNumber) == 0
+	}
 }
 
 const probeNumber C.uint64_t = probeWRID

@@ -23,6 +23,7 @@ import (
 
 func init() {
 	verbs.Register(Name, open)
+	verbs.RegisterDevices(Devices)
 }
 
 var started struct {
@@ -105,7 +106,8 @@ const (
 	// ends it returns, and nothing that is posted later. It never reports a
 	// solicited message to a CQ that is armed for one. Its passive side answers
 	// the dialer first and looks for messages next: one that has come in between
-	// stays unnoticed until another follows.
+	// stays unnoticed until another follows. A send that the end of the connection
+	// cuts short it calls a local error.
 	quirkSIW
 )
 

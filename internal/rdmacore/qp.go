@@ -17,7 +17,6 @@ import (
 	"sync"
 	"sync/atomic"
 	"syscall"
-	"time"
 	"unsafe"
 
 	"github.com/rdmanet/rdmanet/internal/verbs"
@@ -77,7 +76,6 @@ type sendQueue struct {
 	sge    []C.struct_ibv_sge
 	inline []byte // copies of inline data
 	posts  atomic.Uint64
-	settle atomic.Pointer[time.Time] // when the peer is ready for the first message
 }
 
 type recvQueue struct {
@@ -178,10 +176,6 @@ func (q *qp) PostSend(wr []verbs.SendWR) (int, error) {
 	s := &q.send
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if t := s.settle.Load(); t != nil {
-		time.Sleep(time.Until(*t))
-		s.settle.Store(nil)
-	}
 	done := 0
 	for done < len(wr) {
 		batch := wr[done:min(len(wr), done+s.batch)]
@@ -237,14 +231,10 @@ func (q *qp) postSends(wr []verbs.SendWR) (int, error) {
 	return n, syscall.Errno(got.err)
 }
 
-// settleTime is how long a dialer on siw lets its peer get ready.
-const settleTime = 5 * time.Millisecond
-
 // dialed is called when the connection that the id asked for is established.
 func (q *qp) dialed() {
 	if q.dev.quirk == quirkSIW {
-		t := time.Now().Add(settleTime)
-		q.send.settle.Store(&t)
+		q.keep.nudge(0)
 	}
 }
 
@@ -347,6 +337,9 @@ func (q *qp) complete(c *C.struct_ibv_wc, wc *verbs.WC) bool {
 	if number&1 == recvBit {
 		wc.Op = verbs.OpRecv
 		w = &q.recv.workQueue
+	}
+	if q.dev.quirk == quirkSIW && wc.Status == verbs.StatusLocQPOpErr {
+		wc.Status = verbs.StatusWRFlushErr
 	}
 	seq := number >> 1
 	wc.WRID = w.wrid[seq&w.mask]
