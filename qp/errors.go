@@ -116,8 +116,8 @@ func (e *AccountingError) Error() string {
 func (e *AccountingError) Unwrap() error { return syscall.EPROTO }
 
 // StatusError is a completion whose status is not StatusSuccess. It wraps
-// ETIMEDOUT when the peer did not answer, ECANCELED for flushed work, and EIO
-// otherwise.
+// ETIMEDOUT when the peer did not answer, ECONNRESET when its queue pair had come
+// to its end, ECANCELED for flushed work, and EIO otherwise.
 type StatusError struct {
 	Op        Op
 	Status    Status
@@ -148,6 +148,8 @@ func (e *StatusError) Unwrap() error {
 		return syscall.ETIMEDOUT
 	case StatusWRFlushErr:
 		return syscall.ECANCELED
+	case StatusRemOpErr, StatusRemAbortErr: // the peer's queue pair is in error
+		return syscall.ECONNRESET
 	}
 	return syscall.EIO
 }

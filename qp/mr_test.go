@@ -104,6 +104,8 @@ func TestStatusErr(t *testing.T) {
 		StatusRetryExcErr:    syscall.ETIMEDOUT,
 		StatusRNRRetryExcErr: syscall.ETIMEDOUT,
 		StatusWRFlushErr:     syscall.ECANCELED,
+		StatusRemOpErr:       syscall.ECONNRESET,
+		StatusRemAbortErr:    syscall.ECONNRESET,
 		StatusRemAccessErr:   syscall.EIO,
 	} {
 		err := StatusErr(WC{Op: OpRecv, Status: status, VendorErr: 0x81})

@@ -19,6 +19,12 @@ type PoolConfig struct {
 	MaxBytes  int64 // budget for all arenas; room for one block at least
 }
 
+// Bytes returns how much memory one arena of n blocks takes, and so the least
+// budget for them.
+func (c PoolConfig) Bytes(n int) int64 {
+	return int64(roundUp(n*roundUp(c.Headroom+c.BlockSize, blockAlign), os.Getpagesize()))
+}
+
 // PoolStats are the figures of a pool at one moment.
 type PoolStats struct {
 	Arenas int   // registered arenas
