@@ -104,30 +104,11 @@ func (c *Conn) WriteTo(w io.Writer) (int64, error) {
 // NewBuffer returns an empty registered buffer with room for one frame, to be
 // filled (Resize, Bytes) and given to WriteBuffer, or released.
 func (c *Conn) NewBuffer() (*Buffer, error) {
-	c.mu.Lock() // so that Close has not let the arena go
-	closed := c.closed.Load()
-	if !closed {
-		c.arena.retain()
-	}
-	c.mu.Unlock()
-	if closed {
+	if c.closed.Load() {
 		return nil, opError(opWrite, c.local, c.remote, net.ErrClosed)
 	}
-	b, err := c.arena.pool.Get()
-	if err != nil {
-		_ = c.arena.release()
-		return nil, opError(opWrite, c.local, c.remote, err)
-	}
-	b.SetOwner(c.tx.releaseFn)
-	b.Lend()
-	b.Resize(0)
-	return b, nil
-}
-
-// bufferFreed is called when a buffer of NewBuffer is released.
-func (c *Conn) bufferFreed(b *qp.Buffer) {
-	b.Free()
-	_ = c.arena.release()
+	b, err := c.takeBlock()
+	return b, opError(opWrite, c.local, c.remote, err)
 }
 
 // WriteBuffer sends the payload of a buffer that NewBuffer, or ReadBuffer of this
@@ -154,7 +135,7 @@ func (c *Conn) WriteBuffer(b *Buffer) (int, error) {
 		return 0, opError(opWrite, c.local, c.remote, err)
 	}
 	c.postMu.Lock()
-	if err := c.postBlock(b); err != nil {
+	if err := c.postBlock(b, true); err != nil {
 		return 0, opError(opWrite, c.local, c.remote, err)
 	}
 	c.stats.bytesWritten.Add(uint64(n))

@@ -349,7 +349,7 @@ func TestRegisteredMemoryOfOneConnectionIsSmall(t *testing.T) {
 func TestMaxRegisteredBoundsMemory(t *testing.T) {
 	checkLeaks(t)
 	cfg := Config{BufferSize: 4096, RecvDepth: 4, SendDepth: 4}
-	cfg.MaxRegistered = int64(12*(4096+headerLen)) + 100
+	cfg.MaxRegistered = cfg.poolConfig().Bytes(12)
 	l := listen(t, ListenConfig{})
 	a, b := pairOn(t, cfg, l)
 	closeLater(t, a, b)

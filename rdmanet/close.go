@@ -7,7 +7,6 @@ import (
 	"net"
 	"os"
 	"runtime"
-	"slices"
 	"sync"
 	"syscall"
 	"time"
@@ -201,11 +200,11 @@ func (c *Conn) destroy() error {
 	if c.cq != nil {
 		err = errors.Join(err, c.cq.Close())
 	}
-	p := c.Provider()
-	err = errors.Join(err, destroyID(c.id))
-	if c.arena != nil {
+	if c.arena != nil { // before the id: librdmacm frees its own domain with the last id
 		err = errors.Join(err, c.arena.release())
 	}
+	p := c.Provider()
+	err = errors.Join(err, destroyID(c.id))
 	return errors.Join(err, p.releaseLoop())
 }
 
@@ -219,8 +218,11 @@ func (c *Conn) freeBlocks() {
 			b.Free()
 		}
 	}
-	left := slices.Clone(c.tx.blocks) // sent with nothing to say so, or abandoned
-	clear(c.tx.blocks)
+	for _, b := range c.tx.kept {
+		b.Free()
+	}
+	left := c.tx.blocks // sent with nothing to say so, or abandoned
+	c.tx.blocks, c.tx.kept = nil, nil
 	c.mu.Unlock()
 	for _, b := range left {
 		if b != nil { // it may be a block that we received, or another connection has

@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"log/slog"
 	"net"
+	"net/netip"
 	"os"
 	"slices"
 	"syscall"
@@ -19,7 +20,7 @@ type Provider string
 // The providers. The environment variable RDMANET_PROVIDER takes the same names
 // and is used where Config leaves the choice open.
 const (
-	ProviderAuto   Provider = "auto"   // the best there is; for now that is iwarp
+	ProviderAuto   Provider = "auto"   // device and iwarp: see package documentation
 	ProviderIWARP  Provider = "iwarp"  // in software, iWARP over TCP: always there
 	ProviderDevice Provider = "device" // kernel and hardware devices, through rdma-core
 )
@@ -45,19 +46,21 @@ type Config struct {
 	BufferSize int
 	// RecvDepth is how many buffers are posted for the peer's data: 1 to 4096;
 	// 0 means 16. BufferSize times RecvDepth is the window: what the peer may
-	// send before this side reads. Four more are posted for control frames.
+	// send before this side reads. Four more are posted for control frames. A
+	// device that has shorter queues lowers it.
 	RecvDepth int
 	// SendDepth is how many data frames may be on their way out: 1 to 4096; 0
-	// means 8.
+	// means 8. A device lowers it likewise.
 	SendDepth int
 	// MaxRegistered bounds the registered memory, in bytes, of all connections
 	// of one device and BufferSize: 0 means 4 GiB. A connection of the default
-	// sizes takes less than 1 MiB, when it is made.
+	// sizes takes less than 1 MiB, when it is made, and never fails for want of
+	// more.
 	MaxRegistered int64
 
 	// Spin is for how long a blocked Read or Write polls at most before it
-	// parks, while waits have been that short of late: 0 or negative means not
-	// at all.
+	// parks, while waits have been that short of late: 0 means 100 µs on devices
+	// and not at all in software; negative, not at all.
 	Spin time.Duration
 	// Linger bounds how long Close takes to send what was written and to end the
 	// connection in order: 0 means 5 s, negative that Close aborts the
@@ -99,7 +102,7 @@ func (c Config) resolve() (Config, error) {
 	if c.MaxRegistered == 0 {
 		c.MaxRegistered = DefaultMaxRegistered
 	}
-	if need := int64(c.receives()+c.SendDepth) * int64(c.BufferSize+headerLen); c.MaxRegistered < need {
+	if need := c.poolConfig().Bytes(c.receives() + c.SendDepth); c.MaxRegistered < need {
 		return c, fmt.Errorf("a connection of this Config takes %d bytes of registered memory, and Config.MaxRegistered is %d (raise it, or lower BufferSize, RecvDepth or SendDepth): %w",
 			need, c.MaxRegistered, syscall.EINVAL)
 	}
@@ -123,13 +126,41 @@ func (c Config) resolveProvider() (Config, error) {
 	if c.Provider == "" {
 		c.Provider, from = Provider(os.Getenv("RDMANET_PROVIDER")), "RDMANET_PROVIDER"
 	}
-	if c.Provider == "" || c.Provider == ProviderAuto {
-		c.Provider = ProviderIWARP
+	if c.Provider == "" {
+		c.Provider = ProviderAuto
+	}
+	if c.Provider == ProviderAuto {
+		return c, nil
 	}
 	if known := cm.Providers(); !slices.Contains(known, string(c.Provider)) {
 		return c, fmt.Errorf("provider %q from %s must be one of %v or auto: %w", c.Provider, from, known, syscall.ENODEV)
 	}
 	return c, nil
+}
+
+// automatic are the providers of ProviderAuto, in order of preference. A variable
+// for tests.
+var automatic = []Provider{ProviderDevice, ProviderIWARP}
+
+// providers returns the providers to try, in order of preference.
+func (c Config) providers() []Provider {
+	if c.Provider != ProviderAuto {
+		return []Provider{c.Provider}
+	}
+	if noDevice() {
+		return automatic[1:]
+	}
+	return automatic
+}
+
+// reaches reports whether a provider may lead to an address: loopback is not on
+// the wire.
+func (p Provider) reaches(a netip.Addr) bool { return p != ProviderDevice || !a.IsLoopback() }
+
+// fit lowers the depths to what a device has.
+func (c *Config) fit(d qp.DeviceAttr) {
+	queue := min(d.MaxQPWR, d.MaxCQE/2) - controlSlots - 1 // one more for the end of the queue
+	c.RecvDepth, c.SendDepth = min(c.RecvDepth, queue), min(c.SendDepth, queue)
 }
 
 // receives is how many receives a connection posts.
@@ -142,8 +173,12 @@ func (c Config) greeting() greeting {
 	return greeting{version: protocolVersion, oldest: oldestVersion, recvSize: headerLen + c.BufferSize, dataSlots: c.RecvDepth}
 }
 
+// transportRetries is how often an adapter sends again before it gives a peer up:
+// the most there is but one, since rxe takes the most for ever.
+const transportRetries = 6
+
 func (c Config) connParam(private []byte) cm.ConnParam {
-	return cm.ConnParam{PrivateData: private, RetryCount: 7, RNRRetryCount: 7, CRC: c.CRC}
+	return cm.ConnParam{PrivateData: private, RetryCount: transportRetries, RNRRetryCount: 7, CRC: c.CRC}
 }
 
 func (c Config) poolConfig() qp.PoolConfig {

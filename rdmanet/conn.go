@@ -25,6 +25,8 @@ type Conn struct {
 	qp            *qp.QP
 	arena         *arena
 	local, remote *Addr
+	endpoint      cm.Endpoint
+	onDevice      bool // endpoint says on which
 	peer          greeting
 	accepted      bool // by a Listener; else dialed
 	cmEvents      chan *cm.Event
@@ -77,7 +79,11 @@ func (c *Conn) handleEvent(ev *cm.Event) {
 // open makes the queue pair, with all receives posted.
 func (c *Conn) open() error {
 	dev, _ := c.id.Device()
+	c.cfg.fit(dev.Attr())
 	c.wait.waitPolls = dev.Attr().WaitPolls
+	if c.cfg.Spin == 0 && !c.wait.waitPolls {
+		c.wait.spin.limit = deviceSpin
+	}
 	var err error
 	if c.arena, err = acquireArena(dev, c.cfg.poolConfig()); err != nil {
 		return err
@@ -91,13 +97,16 @@ func (c *Conn) open() error {
 	if err != nil {
 		return err
 	}
-	c.initSends()
+	if err := c.initSends(); err != nil {
+		return err
+	}
 	return c.initReceives()
 }
 
 // established notes what the peer announced.
 func (c *Conn) established(peer greeting) {
 	c.local, c.remote = &Addr{c.id.LocalAddr()}, &Addr{c.id.RemoteAddr()}
+	c.endpoint, c.onDevice = c.id.Endpoint()
 	c.mu.Lock()
 	c.peer = peer
 	c.tx.frameMax = min(peer.recvSize-headerLen, c.cfg.BufferSize)
@@ -116,6 +125,11 @@ func (c *Conn) RemoteAddr() net.Addr { return c.remote }
 
 // Provider returns the provider that carries the connection.
 func (c *Conn) Provider() Provider { return Provider(c.id.Channel().Provider()) }
+
+// Endpoint says over which RDMA device, port and GID the connection was made. It
+// reports false for a provider in software, which has none. After Close it is what
+// it was.
+func (c *Conn) Endpoint() (cm.Endpoint, bool) { return c.endpoint, c.onDevice }
 
 // SetDeadline sets the read and the write deadline.
 func (c *Conn) SetDeadline(t time.Time) error {

@@ -33,12 +33,14 @@ func requireTimeout(t *testing.T, err error, op string, source, addr net.Addr) {
 // fill writes until nothing more fits.
 func fill(t *testing.T, c *Conn) (n int) {
 	t.Helper()
-	require.NoError(t, c.SetWriteDeadline(time.Now().Add(20*time.Millisecond)))
 	for {
+		require.NoError(t, c.SetWriteDeadline(time.Now().Add(100*time.Millisecond)))
 		k, err := c.Write(make([]byte, 64<<10))
 		n += k
 		if err != nil {
 			require.ErrorIs(t, err, os.ErrDeadlineExceeded)
+		}
+		if k == 0 {
 			require.NoError(t, c.SetWriteDeadline(time.Time{}))
 			return n
 		}

@@ -35,7 +35,7 @@ var badGreetings = []struct {
 }{
 	{"nothing", nil, reasonNotOurs},
 	{"one byte", []byte("R"), reasonNotOurs},
-	{"short", greet("RDNT", 1, 1, okSize, okSlots)[:15], reasonNotOurs},
+	{"short", greet("RDNT", 1, 1, okSize, okSlots)[:3], reasonNotOurs}, // InfiniBand fills up with zeros
 	{"wrong magic", greet("RDNX", 1, 1, okSize, okSlots), reasonNotOurs},
 	{"version 0", greet("RDNT", 0, 0, okSize, okSlots), reasonVersion},
 	{"only later versions", greet("RDNT", 9, 2, okSize, okSlots), reasonVersion},
@@ -272,12 +272,11 @@ func TestCreditFloodIsHarmless(t *testing.T) {
 	r.sendHello()
 	c := r.accepted()
 	go func() { _, _ = c.Read(make([]byte, 1)) }()
-	for range 1000 {
+	for i := range uint64(1000) { // a device would end the connection for more than its receives take
 		r.send(frame(header{typ: frameCredit}))
 		eventually(t, func() bool { r.poll(); s, _ := r.qp.Outstanding(); return s == 0 }, "it goes out")
-		eventually(t, func() bool { return c.Stats().FramesReceived > 0 }, "it arrives")
+		eventually(t, func() bool { return c.Stats().FramesReceived == i+2 }, "it arrives: %d", i)
 	}
-	eventually(t, func() bool { return c.Stats().FramesReceived == 1001 }, "all arrive: %d", c.Stats().FramesReceived)
 	require.NoError(t, c.Close())
 }
 

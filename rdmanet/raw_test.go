@@ -228,6 +228,12 @@ func (r *rawPeer) ended() {
 	r.t.Helper()
 	eventually(r.t, func() bool {
 		r.poll()
+		// On InfiniBand a side that looks for events is moved to the error state.
+		ctx, cancel := context.WithTimeout(context.Background(), time.Millisecond)
+		defer cancel()
+		if ev, err := r.ch.GetEvent(ctx); err == nil {
+			ev.Ack()
+		}
 		sends, recvs := r.qp.Outstanding()
 		return sends+recvs == 0 || len(r.bad) > 0
 	}, "the connection ends")

@@ -1,20 +1,67 @@
 package rdmanet
 
 import (
+	"net"
+
 	"github.com/rdmanet/rdmanet/qp"
 )
 
 // What goes to the send queue, and comes back from it.
 
+// takeBlock returns an empty block to send from. Its Release gives it back to the
+// connection, which has kept as many since it was set up as the send queue has
+// slots for data, if it sends everything from blocks: a writer who has reserved a
+// slot then gets one, unless callers of NewBuffer hold them.
+func (c *Conn) takeBlock() (*qp.Buffer, error) {
+	t := &c.tx
+	c.mu.Lock()
+	if c.rx.gone {
+		c.mu.Unlock()
+		return nil, net.ErrClosed
+	}
+	c.arena.retain()
+	var b *qp.Buffer
+	if n := len(t.kept); n > 0 {
+		b, t.kept = t.kept[n-1], t.kept[:n-1]
+	}
+	c.mu.Unlock()
+	if b == nil {
+		var err error
+		if b, err = c.arena.pool.Get(); err != nil {
+			_ = c.arena.release()
+			return nil, err
+		}
+		b.SetOwner(t.releaseFn)
+	}
+	b.Lend()
+	b.SetWindow(headerLen, 0)
+	return b, nil
+}
+
+// blockReleased is called when a block of takeBlock is released.
+func (c *Conn) blockReleased(b *qp.Buffer) {
+	t := &c.tx
+	c.mu.Lock()
+	if !c.rx.gone && len(t.kept) < cap(t.kept) {
+		t.kept = append(t.kept, b)
+	} else {
+		b.Free()
+	}
+	c.mu.Unlock()
+	_ = c.arena.release()
+}
+
 // postBlock sends the payload of b, whose credit and slot are reserved, and
-// releases b in the end. postMu is held, and released: b may be a block that this
-// connection received, whose release may send a CREDIT frame.
-func (c *Conn) postBlock(b *qp.Buffer) error {
+// releases b in the end. Only a solicited one wakes a peer that waits in a read.
+// postMu is held, and released: b may be a block that this connection received,
+// whose release may send a CREDIT frame.
+func (c *Conn) postBlock(b *qp.Buffer, solicited bool) error {
 	f := &c.tx.frames
 	header{typ: frameData, length: b.Len()}.put(b.Header())
 	f.sgl[0][0] = b.SGE()
-	f.wrs[0].SGL, f.wrs[0].Inline = f.sgl[0][:1], false
+	f.wrs[0].SGL, f.wrs[0].Inline, f.wrs[0].Solicited = f.sgl[0][:1], false, solicited
 	n, err := c.post(f.wrs[:1], b)
+	f.wrs[0].Solicited = true // as it is for all others
 	c.postMu.Unlock()
 	if n == 0 {
 		// Its Write may have returned long ago: nothing may follow the gap.
@@ -92,16 +139,24 @@ func (c *Conn) sent(wc *qp.WC) {
 // releaseSpent releases the blocks of sends that are done. pollMu is held; c.mu
 // is not, since a block may be another connection's.
 func (c *Conn) releaseSpent() {
-	for i, b := range c.tx.spent {
-		b.Release()
-		c.tx.spent[i] = nil
+	t := &c.tx
+	if len(t.spent) == 0 {
+		return
 	}
-	c.tx.spent = c.tx.spent[:0]
+	for _, b := range t.spent {
+		b.Release()
+	}
+	c.mu.Lock()
+	clear(t.spent)
+	t.spent = t.spent[:0]
+	c.mu.Unlock()
 }
 
-// free is how many more data frames the send queue takes. c.mu is held.
+// free is how many more data frames the send queue takes. A slot is free when its
+// block is. c.mu is held.
 func (c *Conn) free() int {
-	return c.cfg.SendDepth - int(c.tx.posted-c.tx.done) - c.tx.reserved
+	t := &c.tx
+	return c.cfg.SendDepth - int(t.posted-t.done) - t.reserved - len(t.spent)
 }
 
 // canWrite reports whether a write would not block.

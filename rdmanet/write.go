@@ -29,7 +29,8 @@ type txState struct {
 	posted, done uint64       // sends posted, sends completed
 	reserved     int          // slots and credits promised to a writer
 	blocks       []*qp.Buffer // ring by number: what to free when the send completes
-	spent        []*qp.Buffer // to be released; pollMu
+	kept         []*qp.Buffer // free blocks to send from
+	spent        []*qp.Buffer // to be released; written with pollMu held too
 	err          error        // why writes fail
 	finSent      bool         // no more is written
 	finPosted    bool         // writeMu
@@ -71,14 +72,24 @@ const (
 	closely = 20 * time.Microsecond
 )
 
-func (c *Conn) initSends() {
+func (c *Conn) initSends() error {
 	t := &c.tx
-	t.releaseFn = c.bufferFreed
+	t.releaseFn = c.blockReleased
 	t.direct = c.qp.Cap().MaxInline >= headerLen+maxBufferSize
 	t.blocks = make([]*qp.Buffer, c.cfg.sends())
 	for i := range t.frames.wrs {
 		t.frames.wrs[i].Solicited = true
 	}
+	t.kept = make([]*qp.Buffer, 0, c.cfg.SendDepth)
+	for !t.direct && len(t.kept) < cap(t.kept) {
+		b, err := c.arena.pool.Get()
+		if err != nil {
+			return err
+		}
+		b.SetOwner(t.releaseFn)
+		t.kept = append(t.kept, b)
+	}
+	return nil
 }
 
 // Write sends p and returns when the last of it is on its way, not when it has
@@ -198,12 +209,11 @@ func (c *Conn) writeSmall(v *vector) error {
 	if t.direct && c.isLone() {
 		return c.postVector(v, 1)
 	}
-	b, err := c.arena.pool.Get()
+	b, err := c.takeBlock()
 	if err != nil {
 		c.unreserve(1)
 		return err
 	}
-	b.Resize(0)
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	t.open = b
@@ -293,7 +303,7 @@ func (c *Conn) flushOpen() error {
 		c.postMu.Unlock()
 		return nil
 	}
-	return c.postBlock(b)
+	return c.postBlock(b, true)
 }
 
 // writeLarge sends frames straight from v, after what was written before.
@@ -361,11 +371,11 @@ func (c *Conn) gather(i int, v *vector) {
 	f.wrs[i].SGL, f.wrs[i].Inline = sgl, true
 }
 
-// postCopies sends up to n frames, whose credits and slots are reserved, from
-// blocks that v is copied into.
+// postCopies sends n frames, whose credits and slots are reserved, from blocks
+// that v is copied into. The last one wakes the peer.
 func (c *Conn) postCopies(v *vector, n int) error {
 	for i := range n {
-		b, err := c.arena.pool.Get()
+		b, err := c.takeBlock()
 		if err != nil {
 			c.unreserve(n - i)
 			return err
@@ -375,7 +385,7 @@ func (c *Conn) postCopies(v *vector, n int) error {
 			p = p[copy(p, v.next(len(p))):]
 		}
 		c.postMu.Lock()
-		if err := c.postBlock(b); err != nil {
+		if err := c.postBlock(b, i == n-1); err != nil {
 			c.unreserve(n - i - 1)
 			return err
 		}
