@@ -12,11 +12,8 @@ import (
 	"github.com/rdmanet/rdmanet/cm"
 )
 
-// Bounds of a single attempt to connect.
-const (
-	resolveTimeout       = 5 * time.Second
-	defaultFallbackDelay = 300 * time.Millisecond // RFC 8305, as in package net
-)
+// resolveTimeout bounds the resolution of an address, and of a route.
+const resolveTimeout = 5 * time.Second
 
 // setupTimeout is how long a listener waits for a dialer. A variable for tests.
 var setupTimeout = 10 * time.Second
@@ -48,7 +45,8 @@ type Dialer struct {
 	LocalAddr net.Addr
 	// FallbackDelay is how long to wait for a connection of the first address
 	// family before the other one is tried beside it (RFC 8305). Zero means
-	// 300 ms; negative, that they are tried one after the other.
+	// 300 ms; negative, that they are tried one after the other. Software begins
+	// 250 ms after a device, or when that has failed, if ProviderAuto has both.
 	FallbackDelay time.Duration
 }
 
@@ -102,8 +100,8 @@ func (d *Dialer) dial(ctx context.Context, network, address string) (*Conn, erro
 	if len(dst) == 0 {
 		return nil, fmt.Errorf("no address of %s is of the family of local address %v: %w", address, local, syscall.EADDRNOTAVAIL)
 	}
-	r := &race{cfg: cfg, local: local, delay: d.FallbackDelay}
-	return r.run(ctx, dst)
+	r := &race{cfg: cfg, local: local}
+	return r.run(ctx, lanes(cfg.providers(), dst, d.FallbackDelay))
 }
 
 func (d *Dialer) deadline(now time.Time) time.Time {
@@ -134,152 +132,15 @@ func addrOrNil(a net.Addr) net.Addr {
 	return nil
 }
 
-// race tries the addresses of a name: those of the first one's family in turn,
-// and after a delay, or when they have failed, the others' beside them. The first
-// connection wins. Only the winner is committed, so a loser never comes out of
-// anybody's Accept.
-type race struct {
-	cfg   Config
-	local netip.AddrPort
-	delay time.Duration
-}
-
-type dialed struct {
-	c   *Conn
-	err error
-}
-
-func (r *race) run(ctx context.Context, dst []netip.AddrPort) (*Conn, error) {
-	var first, second []netip.AddrPort
-	for _, a := range dst {
-		if a.Addr().Is4() == dst[0].Addr().Is4() {
-			first = append(first, a)
-		} else {
-			second = append(second, a)
-		}
-	}
-	if r.delay < 0 {
-		first, second = dst, nil
-	}
-	ctx, cancel := context.WithCancel(ctx)
-	defer cancel()
-	results := make(chan dialed)
-	start := func(dst []netip.AddrPort) {
-		go func() {
-			c, err := r.inTurn(ctx, dst)
-			results <- dialed{c, err}
-		}()
-	}
-	start(first)
-	running := 1
-	fallback := time.NewTimer(r.fallbackDelay())
-	defer fallback.Stop()
-	var firstErr error
-	for {
-		select {
-		case <-fallback.C:
-		case d := <-results:
-			running--
-			if d.err == nil {
-				cancel()
-				go closeLosers(results, running)
-				return d.commit()
-			}
-			if firstErr == nil {
-				firstErr = d.err
-			}
-		}
-		if len(second) > 0 {
-			start(second)
-			second = nil
-			running++
-		}
-		if running == 0 {
-			return nil, firstErr
-		}
-	}
-}
-
-func (r *race) fallbackDelay() time.Duration {
-	if r.delay == 0 {
-		return defaultFallbackDelay
-	}
-	return r.delay
-}
-
-func closeLosers(results <-chan dialed, n int) {
-	for range n {
-		if d := <-results; d.err == nil {
-			d.c.linger.Store(-1)
-			_ = d.c.Close()
-		}
-	}
-}
-
-// commit sends HELLO, which makes the peer's Accept return the connection.
-func (d dialed) commit() (*Conn, error) {
-	if err := d.c.sendControl(frameHello, false); err != nil {
-		_ = d.c.Close()
-		return nil, err
-	}
-	return d.c, nil
-}
-
-// inTurn tries one address after the other, each with its share of the time.
-func (r *race) inTurn(ctx context.Context, dst []netip.AddrPort) (*Conn, error) {
-	var firstErr error
-	for i, a := range dst {
-		c, err := r.one(ctx, a, len(dst)-i)
-		if err == nil {
-			return c, nil
-		}
-		if firstErr == nil {
-			firstErr = err
-		}
-		if ctx.Err() != nil {
-			break
-		}
-	}
-	return nil, firstErr
-}
-
-// one tries one address. remaining says between how many, with this one, the time
-// that is left is to be shared.
-func (r *race) one(ctx context.Context, dst netip.AddrPort, remaining int) (*Conn, error) {
-	outer := ctx
-	if limit, ok := ctx.Deadline(); ok && remaining > 1 {
-		const least = 2 * time.Second
-		left := time.Until(limit)
-		var cancel context.CancelFunc
-		ctx, cancel = context.WithTimeout(ctx, max(left/time.Duration(remaining), min(left, least)))
-		defer cancel()
-	}
-	c, err := connect(ctx, r.cfg, r.local, dst)
-	if err != nil {
-		var source net.Addr
-		if r.local.IsValid() {
-			source = &Addr{r.local}
-		}
-		if ctx.Err() != nil && errors.Is(err, ctx.Err()) {
-			err = ctxError(ctx)
-			if outer.Err() != nil {
-				err = ctxError(outer)
-			}
-		}
-		return nil, opError(opDial, source, &Addr{dst}, err)
-	}
-	return c, nil
-}
-
 // connect makes one connection, which is not yet committed.
-func connect(ctx context.Context, cfg Config, local, dst netip.AddrPort) (*Conn, error) {
-	loop, err := acquireLoop(cfg.Provider)
+func connect(ctx context.Context, cfg Config, p Provider, local, dst netip.AddrPort) (*Conn, error) {
+	loop, err := acquireLoop(p)
 	if err != nil {
 		return nil, err
 	}
 	id, err := loop.ch.NewID()
 	if err != nil {
-		return nil, errors.Join(err, cfg.Provider.releaseLoop())
+		return nil, errors.Join(err, p.releaseLoop())
 	}
 	c := newConn(cfg, id)
 	if err := c.connect(ctx, local, dst); err != nil {

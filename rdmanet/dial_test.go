@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"net"
 	"net/netip"
+	"os"
 	"runtime"
 	"strings"
 	"sync"
@@ -41,6 +42,23 @@ func refusing(t testing.TB) string {
 	addr := l.Addr().String()
 	require.NoError(t, l.Close())
 	return addr
+}
+
+// silent is an address where connect requests arrive and nobody answers.
+func silent(t testing.TB) string {
+	if testProvider() == ProviderIWARP {
+		l, err := net.Listen("tcp", testAddr(t))
+		require.NoError(t, err)
+		t.Cleanup(func() { l.Close() })
+		return l.Addr().String()
+	}
+	r := newRaw(t, "")
+	var err error
+	r.id, err = r.ch.NewID()
+	require.NoError(t, err)
+	require.NoError(t, r.id.Bind(netip.MustParseAddrPort(testAddr(t))))
+	require.NoError(t, r.id.Listen(64))
+	return r.id.LocalAddr().String()
 }
 
 func TestDialIsCancelledAtAnyMoment(t *testing.T) {
@@ -101,9 +119,7 @@ func TestConnectionOutlivesTheContextOfItsDial(t *testing.T) {
 func TestFailedDialsLeaveNothing(t *testing.T) {
 	checkLeaks(t)
 	refused := refusing(t)
-	silent, err := net.Listen("tcp", "127.0.0.1:0") // takes TCP connections and never answers
-	require.NoError(t, err)
-	defer silent.Close()
+	silent := silent(t)
 	hold := listen(t, ListenConfig{}) // keeps the event loop, so that its descriptors don't come and go
 	_ = hold
 	n := scaled(1000, 5000)
@@ -117,7 +133,7 @@ func TestFailedDialsLeaveNothing(t *testing.T) {
 			require.ErrorIs(t, err, syscall.ECONNREFUSED)
 		case 2:
 			time.AfterFunc(time.Duration(i%500)*time.Microsecond, cancel)
-			_, err = (&Dialer{}).DialContext(ctx, "rdma", silent.Addr().String())
+			_, err = (&Dialer{}).DialContext(ctx, "rdma", silent)
 			require.ErrorIs(t, err, context.Canceled)
 		case 3:
 			d := Dialer{LocalAddr: &net.TCPAddr{IP: net.IPv4(192, 0, 2, 1)}} // not ours
@@ -146,14 +162,14 @@ func TestDialTriesAllAddresses(t *testing.T) {
 	require.NoError(t, err)
 	for i, dst := range [][]netip.AddrPort{{v4}, {v6, v4}, {v4, v6}, {bad, v4}, {bad, v6, v4}} {
 		for _, delay := range []time.Duration{0, -1, time.Microsecond} {
-			r := race{cfg: cfg, delay: delay}
-			c, err := r.run(context.Background(), dst)
+			r := race{cfg: cfg}
+			c, err := r.run(context.Background(), lanes(cfg.providers(), dst, delay))
 			require.NoError(t, err, "%d, %v", i, delay)
 			require.NoError(t, c.Close())
 		}
 	}
 	r := race{cfg: cfg}
-	_, err = r.run(context.Background(), []netip.AddrPort{bad, v6})
+	_, err = r.run(context.Background(), lanes(cfg.providers(), []netip.AddrPort{bad, v6}, 0))
 	require.ErrorIs(t, err, syscall.ECONNREFUSED)
 	require.ErrorContains(t, err, bad.String(), "the first one's error")
 	eventually(t, func() bool { return n.Load() == 15 }, "15 connections: %d", n.Load())
@@ -380,7 +396,14 @@ func TestLinkLocalAddressesConnect(t *testing.T) {
 func linkLocal(t *testing.T) netip.Addr {
 	interfaces, err := net.Interfaces()
 	require.NoError(t, err)
+	device := os.Getenv("RDMANET_LAB_RXE_INTERFACE")
+	if os.Getenv("RDMANET_LAB_RXE4") == "" {
+		device = os.Getenv("RDMANET_LAB_SIW_INTERFACE")
+	}
 	for _, i := range interfaces {
+		if testProvider() == ProviderDevice && i.Name != device {
+			continue
+		}
 		addrs, _ := i.Addrs()
 		for _, a := range addrs {
 			p, err := netip.ParsePrefix(a.String())

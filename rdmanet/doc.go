@@ -33,6 +33,13 @@
 // A provider is a way to do RDMA. "iwarp" does it in software, over TCP, as the
 // iWARP standard has it: it is always there, and needs neither a device nor
 // privileges. "device" uses kernel and hardware devices through rdma-core.
-// Config.Provider or the environment variable RDMANET_PROVIDER chooses; the
-// default, "auto", takes the best there is.
+// Config.Provider or the environment variable RDMANET_PROVIDER chooses.
+//
+// The default, "auto", listens on the devices of this machine and in software, on
+// the same port, so that it serves every dialer. It dials by a device if one
+// leads to the address, and in software a quarter of a second later, or when that
+// has failed; the loser is closed, and comes out of nobody's Accept.
+// Conn.Provider tells which it was. A listener takes the devices that there are
+// when it is made. The TCP port of an iWARP device's address is the device's: the
+// kernel lets no program have it beside.
 package rdmanet

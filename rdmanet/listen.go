@@ -7,6 +7,7 @@ import (
 	"net"
 	"net/netip"
 	"os"
+	"slices"
 	"sync"
 	"syscall"
 	"time"
@@ -75,6 +76,16 @@ func (lc *ListenConfig) listen(ctx context.Context, network, address string) (*L
 	return l, err
 }
 
+func listenOn(cfg Config, backlog int, addr netip.AddrPort, only6 bool) (*Listener, error) {
+	l := &Listener{cfg: cfg, backlog: backlog, queue: make(chan *Conn, backlog), done: make(chan struct{}), setups: make(map[*setup]struct{})}
+	l.deadline = makeDeadline(func() {})
+	if err := l.open(addr, only6); err != nil {
+		return nil, errors.Join(err, l.Close())
+	}
+	l.addr = &Addr{netip.AddrPortFrom(addr.Addr(), l.legs[0].id.LocalAddr().Port())}
+	return l, nil
+}
+
 // wildcard is every address of this machine; the second one is for machines
 // without IPv6.
 func wildcard(f family) []netip.Addr {
@@ -97,36 +108,6 @@ func pickListenAddr(addrs []netip.Addr) netip.Addr {
 	return addrs[0]
 }
 
-func listenOn(cfg Config, backlog int, addr netip.AddrPort, only6 bool) (*Listener, error) {
-	loop, err := acquireLoop(cfg.Provider)
-	if err != nil {
-		return nil, err
-	}
-	id, err := loop.ch.NewID()
-	if err != nil {
-		return nil, errors.Join(err, cfg.Provider.releaseLoop())
-	}
-	l := &Listener{cfg: cfg, id: id, backlog: backlog, queue: make(chan *Conn, backlog), done: make(chan struct{}), setups: make(map[*setup]struct{})}
-	l.deadline = makeDeadline(func() {})
-	id.SetContext(l)
-	_ = id.SetLogger(cfg.Logger)
-	if only6 {
-		err = id.SetAFOnly(true)
-	}
-	if err == nil {
-		err = id.Bind(addr)
-	}
-	if err == nil {
-		err = id.Listen(backlog)
-	}
-	if err != nil {
-		return nil, errors.Join(err, destroyID(id), cfg.Provider.releaseLoop())
-	}
-	l.addr = &Addr{id.LocalAddr()}
-	cfg.Logger.Debug("rdma: listening", "provider", string(cfg.Provider), "addr", l.addr.String())
-	return l, nil
-}
-
 // Listener takes connections. All methods may be called by any number of
 // goroutines at any time.
 //
@@ -134,7 +115,7 @@ func listenOn(cfg Config, backlog int, addr netip.AddrPort, only6 bool) (*Listen
 // silent peer: it returns connections whose dialer has said that it uses them.
 type Listener struct {
 	cfg      Config
-	id       *cm.ID
+	legs     []*leg // where it listens; at least one
 	addr     *Addr
 	backlog  int
 	queue    chan *Conn // ready for Accept
@@ -204,6 +185,17 @@ func (l *Listener) SetDeadline(t time.Time) error {
 // chosen.
 func (l *Listener) Addr() net.Addr { return l.addr }
 
+// Providers returns the providers that it listens with.
+func (l *Listener) Providers() []Provider {
+	var ps []Provider
+	for _, g := range l.legs {
+		if !slices.Contains(ps, g.provider) {
+			ps = append(ps, g.provider)
+		}
+	}
+	return ps
+}
+
 // Close stops listening. Connections that nobody has accepted are reset; accepted
 // ones are not touched. Blocked calls of Accept return net.ErrClosed.
 func (l *Listener) Close() error {
@@ -219,7 +211,10 @@ func (l *Listener) Close() error {
 	}
 	l.mu.Unlock()
 	l.deadline.stop()
-	err := destroyID(l.id) // no more requests
+	var errs []error
+	for _, g := range l.legs {
+		errs = append(errs, destroyID(g.id)) // no more requests
+	}
 	l.wg.Wait()
 	for {
 		select {
@@ -229,15 +224,15 @@ func (l *Listener) Close() error {
 			continue
 		default:
 		}
-		return opError(opClose, nil, l.addr, errors.Join(err, l.cfg.Provider.releaseLoop()))
+		for _, g := range l.legs {
+			errs = append(errs, g.provider.releaseLoop())
+		}
+		return opError(opClose, nil, l.addr, errors.Join(errs...))
 	}
 }
 
-// handleEvent is called by the event loop for each connect request.
-func (l *Listener) handleEvent(ev *cm.Event) {
-	if ev.Type != cm.EventConnectRequest {
-		return
-	}
+// request begins the set-up of a connection.
+func (l *Listener) request(ev *cm.Event, p Provider) {
 	ctx, cancel := context.WithTimeout(context.Background(), setupTimeout)
 	s := &setup{began: time.Now(), cancel: cancel}
 	l.mu.Lock()
@@ -249,7 +244,7 @@ func (l *Listener) handleEvent(ev *cm.Event) {
 		return
 	}
 	why := l.admit(s)
-	l.cfg.Provider.retainLoop()
+	p.retainLoop()
 	l.wg.Add(1)
 	l.mu.Unlock()
 	c := newConn(l.cfg, ev.ID)
@@ -312,7 +307,7 @@ func (l *Listener) turnAway(c *Conn, why error) {
 	closed := l.closed
 	l.mu.Unlock()
 	if !closed {
-		l.cfg.Logger.Info("rdma: connection refused", "provider", string(l.cfg.Provider), "peer", c.id.RemoteAddr().String(), "err", why)
+		l.cfg.Logger.Info("rdma: connection refused", "provider", string(c.Provider()), "peer", c.id.RemoteAddr().String(), "err", why)
 	}
 	var r *refusal
 	if !errors.As(why, &r) {

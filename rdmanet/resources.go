@@ -5,6 +5,7 @@ import (
 	"errors"
 	"sync"
 	"sync/atomic"
+	"time"
 
 	"github.com/rdmanet/rdmanet/cm"
 	"github.com/rdmanet/rdmanet/qp"
@@ -28,7 +29,15 @@ type eventHandler interface{ handleEvent(*cm.Event) }
 
 var loops struct {
 	sync.Mutex
-	m map[Provider]*eventLoop
+	m      map[Provider]*eventLoop
+	failed atomic.Pointer[time.Time] // when there was last found to be no device at all
+}
+
+// noDevice reports whether there was none a moment ago: then it takes too long to
+// look again for each connection in software.
+func noDevice() bool {
+	t := loops.failed.Load()
+	return t != nil && time.Since(*t) < time.Second
 }
 
 func acquireLoop(p Provider) (*eventLoop, error) {
@@ -40,6 +49,10 @@ func acquireLoop(p Provider) (*eventLoop, error) {
 	}
 	ch, err := cm.NewEventChannel(string(p))
 	if err != nil {
+		if p == automatic[0] {
+			now := time.Now()
+			loops.failed.Store(&now)
+		}
 		return nil, err
 	}
 	ctx, stop := context.WithCancel(context.Background())

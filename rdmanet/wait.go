@@ -127,14 +127,21 @@ func (c *Conn) spin(w *waiter, start time.Time) bool {
 	if until == 0 {
 		return false
 	}
-	for time.Since(start) < until {
-		runtime.Gosched() // others run first
+	const yieldEvery = 10 * time.Microsecond
+	for yield := yieldEvery; ; {
 		if c.poll() > 0 && w.ready() {
 			c.stats.spins.Add(1)
 			return true
 		}
+		now := time.Since(start)
+		if now >= until {
+			return false
+		}
+		if now >= yield {
+			runtime.Gosched() // others run too
+			yield = now + yieldEvery
+		}
 	}
-	return false
 }
 
 // park waits in the netpoller. The order is arm, poll, say so, look, wait: what
@@ -231,22 +238,33 @@ func (c *Conn) poll() int {
 }
 
 // spinner decides for how long to poll before parking: as long as its limit while
-// waits end within it, and not at all when they don't. Only the leader uses it.
+// waits end within it, and now and then when they don't. Only the leader uses it.
 type spinner struct {
 	limit  time.Duration
 	recent time.Duration // moving average of waits, each counted as at most twice the limit
+	parks  int           // without a try
 }
 
+// deviceSpin is the limit on devices: there a wake-up takes longer than a message.
+const deviceSpin = 100 * time.Microsecond
+
+// spinTry is how many waits park at once between two tries.
+const spinTry = 16
+
 func (s *spinner) budget() time.Duration {
-	if s.recent < s.limit {
-		return s.limit
+	if s.recent >= s.limit {
+		if s.parks++; s.parks%spinTry != 0 {
+			return 0
+		}
 	}
-	return 0
+	return s.limit
 }
 
 // ended notes how long a wait took.
 func (s *spinner) ended(d time.Duration) {
-	if s.limit > 0 {
+	if d < s.limit {
+		s.recent = d
+	} else {
 		s.recent += (min(d, 2*s.limit) - s.recent) / 4
 	}
 }
