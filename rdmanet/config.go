@@ -45,9 +45,9 @@ type Config struct {
 	// bytes: 1 KiB to 1 MiB; 0 means 32 KiB. The two sides may differ.
 	BufferSize int
 	// RecvDepth is how many buffers are posted for the peer's data: 1 to 4096;
-	// 0 means 16. BufferSize times RecvDepth is the window: what the peer may
-	// send before this side reads. Four more are posted for control frames. A
-	// device that has shorter queues lowers it.
+	// 0 means 16. BufferSize times RecvDepth is the window, of which the peer may
+	// send all, and half at least, before this side reads again. Four more are
+	// posted for control frames. A device that has shorter queues lowers it.
 	RecvDepth int
 	// SendDepth is how many data frames may be on their way out: 1 to 4096; 0
 	// means 8. A device lowers it likewise.

@@ -3,6 +3,7 @@ package rdmanet
 import (
 	"bytes"
 	"context"
+	"errors"
 	"fmt"
 	"hash/maphash"
 	"io"
@@ -53,7 +54,7 @@ func TestMain(m *testing.M) {
 	}
 	code := m.Run()
 	if code == 0 {
-		if err := leaked(0); err != nil {
+		if err := errors.Join(leaked(0), leftOnDevices()); err != nil {
 			fmt.Fprintln(os.Stderr, err)
 			code = 1
 		}

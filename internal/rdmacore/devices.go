@@ -57,7 +57,7 @@ func describe(dev *C.struct_ibv_device) verbs.DeviceInfo {
 		info.Err = opError("ibv_query_device", info.Err)
 		return info
 	}
-	info.Attr = limits(&a, int(C.rn_probe_inline(ctx)))
+	info.Attr = limits(&a, max(int(C.rn_probe_inline(ctx)), 0))
 	for num := range int(a.phys_port_cnt) {
 		info.Ports = append(info.Ports, describePort(ctx, info.Name, num+1))
 	}

@@ -29,6 +29,9 @@ func opError(call string, err error) error {
 	case syscall.EACCES:
 		// ib_safe_file_access in the kernel.
 		return fmt.Errorf("%s: %w (the kernel takes calls only with the credentials that the device was opened with: change user or capabilities before)", call, err)
+	case syscall.EAGAIN:
+		// rdmacg_try_charge in the kernel. Go takes EAGAIN for a timeout.
+		return fmt.Errorf("%s: %w (this process's cgroup allows no more objects on the device: raise hca_object in its rdma.max)", call, syscall.ENOBUFS)
 	}
 	return fmt.Errorf("%s: %w", call, err)
 }

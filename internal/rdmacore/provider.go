@@ -144,7 +144,11 @@ func deviceOf(ctx *C.struct_ibv_context) *device {
 	case vendorSIW:
 		d.quirk = quirkSIW
 	}
-	d.attr = limits(&a, int(C.rn_probe_inline(ctx)))
+	inline := int(C.rn_probe_inline(ctx))
+	d.attr = limits(&a, max(inline, 0))
+	if inline < 0 {
+		return d // nothing can be made of it now: look again next time
+	}
 	if devices.m == nil {
 		devices.m = make(map[*C.struct_ibv_context]*device)
 	}

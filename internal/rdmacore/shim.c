@@ -151,13 +151,13 @@ int rn_query_gid(struct ibv_context *ctx, uint8_t port, int index, union ibv_gid
 }
 
 // rn_probe_inline finds how much inline data a queue pair can have, which no
-// query tells, by making some.
+// query tells, by making some. It returns less than 0 if none can be made now.
 int rn_probe_inline(struct ibv_context *ctx)
 {
 	static const int sizes[] = {1024, 512, 256, 220, 128, 64, 32, 0};
 	struct ibv_pd *pd = ibv_alloc_pd(ctx);
 	struct ibv_cq *cq = ibv_create_cq(ctx, 2, NULL, NULL, 0);
-	int granted = 0;
+	int granted = -1;
 	size_t i;
 
 	for (i = 0; pd && cq && i < sizeof(sizes) / sizeof(sizes[0]); i++) {
