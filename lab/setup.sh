@@ -49,6 +49,7 @@ machine() {
 	mount -o remount,rw / 2>/dev/null
 	hostname "lab${SIDE:+-$SIDE}"
 	ulimit -Hn 524288 && ulimit -Sn 1024
+	ulimit -l unlimited # as on every host with RDMA: siw counts what root pins, too
 	# Addresses are usable at once: nobody else is on these wires.
 	echo 0 >/proc/sys/net/ipv6/conf/all/accept_dad
 	echo 0 >/proc/sys/net/ipv6/conf/default/accept_dad

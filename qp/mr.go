@@ -2,9 +2,11 @@ package qp
 
 import (
 	"errors"
+	"fmt"
 	"strconv"
 	"sync"
 	"syscall"
+	"unsafe"
 
 	"github.com/rdmanet/rdmanet/internal/verbs"
 	"golang.org/x/sys/unix"
@@ -25,14 +27,33 @@ type PD struct {
 func (p *PD) Device() Device { return p.dev }
 
 // RegMR registers b for use in work requests, ibv_reg_mr(3). The region grants
-// the local adapter reading and writing, and no peer anything: there is no way
-// to ask for more. b must be memory outside the Go heap, such as unix.Mmap
-// returns, and stay mapped until the region is closed.
+// the local adapter reading and writing, and no peer anything. b must be memory
+// outside the Go heap, such as unix.Mmap returns, and stay mapped until the region
+// is closed.
 //
 // Where the memory may not be pinned (ENOMEM, EPERM) the error is a
 // *MemlockError.
-func (p *PD) RegMR(b []byte) (*MR, error) {
-	const access = AccessLocalWrite
+func (p *PD) RegMR(b []byte) (*MR, error) { return p.regMR(b, AccessLocalWrite) }
+
+// RegRemoteMR is RegMR for memory that peers may access as well, as far as access
+// says: AccessRemoteRead lets them RDMA READ it, AccessRemoteWrite, which needs
+// AccessLocalWrite too, RDMA WRITE it. That holds for the peers of all queue pairs
+// in the domain, who need nothing more than the region's RKey and Addr; any other
+// access is EINVAL. An access is noticed by nobody here,
+// and ended by Close alone. Without a device, it is done while somebody polls or
+// waits on the queue pair's CQ.
+func (p *PD) RegRemoteMR(b []byte, access Access) (*MR, error) {
+	const all = AccessLocalWrite | AccessRemoteWrite | AccessRemoteRead
+	switch {
+	case access&^all != 0:
+		return nil, opError("register memory", fmt.Errorf("access flags %#x: %w", access&^all, syscall.EINVAL))
+	case access&AccessRemoteWrite != 0 && access&AccessLocalWrite == 0:
+		return nil, opError("register memory", fmt.Errorf("remote write access without local write access: %w", syscall.EINVAL))
+	}
+	return p.regMR(b, access)
+}
+
+func (p *PD) regMR(b []byte, access Access) (*MR, error) {
 	p.mu.Lock()
 	if p.closed {
 		p.mu.Unlock()
@@ -50,7 +71,7 @@ func (p *PD) RegMR(b []byte) (*MR, error) {
 		}
 		return nil, opError("register memory", err)
 	}
-	return &MR{v: v, pd: p, size: len(b)}, nil
+	return &MR{v: v, pd: p, mem: b}, nil
 }
 
 // Close frees the domain, ibv_dealloc_pd(3). While regions or queue pairs live
@@ -91,9 +112,9 @@ func (p *PD) release(count *int) {
 
 // MR is a memory region, ibv_mr. Its methods may be called concurrently.
 type MR struct {
-	v    verbs.MR
-	pd   *PD
-	size int
+	v   verbs.MR
+	pd  *PD
+	mem []byte
 
 	mu     sync.Mutex
 	closed bool
@@ -102,14 +123,23 @@ type MR struct {
 // LKey is the key that names the region in an SGE.
 func (m *MR) LKey() uint32 { return m.v.LKey() }
 
-// Access returns the rights that the region grants: AccessLocalWrite.
+// RKey is the key that names the region to peers. They can use it as far as
+// RegRemoteMR allows, and until Close.
+func (m *MR) RKey() uint32 { return m.v.RKey() }
+
+// Addr is the address of the region's first byte, by which peers name it.
+func (m *MR) Addr() uint64 { return uint64(uintptr(unsafe.Pointer(unsafe.SliceData(m.mem)))) }
+
+// Access returns the rights that the region grants: AccessLocalWrite, or what
+// RegRemoteMR was told.
 func (m *MR) Access() Access { return m.v.Access() }
 
 // Len returns the size of the region in bytes.
-func (m *MR) Len() int { return m.size }
+func (m *MR) Len() int { return len(m.mem) }
 
 // Close ends the registration, ibv_dereg_mr(3). No outstanding work request may
-// use the region. The memory is the caller's again.
+// use the region. The memory is the caller's again: peers have no access any more
+// when it returns, and one that tries loses its connection.
 func (m *MR) Close() error {
 	m.mu.Lock()
 	defer m.mu.Unlock()

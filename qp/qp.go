@@ -120,6 +120,16 @@ func (q *QP) Outstanding() (sends, recvs int) { return q.send.len(), q.recv.len(
 // name is the device's until the completion, unless the request is Inline.
 // PostSend does not wait for the peer. In software it may take as long as the
 // copy of the data into the socket, and SetError cuts it short.
+//
+// A request with Op WRRDMAWrite or WRRDMARead moves at most MaxRDMA bytes to or
+// from memory of the peer's, which RemoteAddr and RKey name and a region of the
+// peer's must grant (RegRemoteMR): if none does, the connection ends. An RDMA READ
+// has at most one gather entry, in a region with AccessLocalWrite (on iWARP devices
+// AccessRemoteWrite too), and is complete when its data is there. As many are under
+// way at a time as the peer lets (ConnParam.InitiatorDepth and ResponderResources);
+// more wait in the queue, and where none was agreed posting one fails. A SEND or
+// RDMA WRITE may reach the peer before an RDMA READ posted earlier is done, unless
+// it has Fence; completions are in order all the same.
 func (q *QP) PostSend(wr []SendWR) (int, error) {
 	q.sendMu.Lock()
 	defer q.sendMu.Unlock()
@@ -313,6 +323,11 @@ func (q *QP) checkSend(wr *SendWR) error {
 		return &LimitError{What: "gather entries of a send", Value: int64(len(wr.SGL)), Limit: int64(q.cap.SendSGE),
 			Fix: "gather the data into fewer pieces", Errno: syscall.EINVAL}
 	}
+	if wr.Op != WRSend {
+		if err := checkRDMA(wr); err != nil {
+			return err
+		}
+	}
 	if !wr.Inline {
 		return nil
 	}
@@ -323,6 +338,28 @@ func (q *QP) checkSend(wr *SendWR) error {
 	if n > q.cap.MaxInline {
 		return &LimitError{What: "bytes of an inline send", Value: int64(n), Limit: int64(q.cap.MaxInline),
 			Fix: "send it from registered memory", Errno: syscall.EINVAL}
+	}
+	return nil
+}
+
+// checkRDMA says what is wrong with an RDMA WRITE or READ.
+func checkRDMA(wr *SendWR) error {
+	size := int64(0)
+	for i := range wr.SGL {
+		size += int64(len(wr.SGL[i].Data))
+	}
+	switch {
+	case wr.Op != WRRDMAWrite && wr.Op != WRRDMARead:
+		return fmt.Errorf("%v: %w", wr.Op, syscall.EINVAL)
+	case size > MaxRDMA:
+		return &LimitError{What: "bytes of an " + wr.Op.String(), Value: size, Limit: MaxRDMA, Fix: "make several of it", Errno: syscall.EINVAL}
+	case wr.Op == WRRDMAWrite:
+		return nil
+	case len(wr.SGL) > 1:
+		return &LimitError{What: "scatter entries of an RDMA READ", Value: int64(len(wr.SGL)), Limit: 1,
+			Fix: "read into one piece of memory", Errno: syscall.EINVAL}
+	case wr.Inline:
+		return fmt.Errorf("inline RDMA READ: %w", syscall.EINVAL)
 	}
 	return nil
 }

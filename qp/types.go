@@ -4,8 +4,11 @@ import "github.com/rdmanet/rdmanet/internal/verbs"
 
 // The structures of libibverbs that callers fill in and read.
 type (
-	// SendWR is a SEND work request, ibv_send_wr.
+	// SendWR is a work request of the send queue, ibv_send_wr: a SEND, RDMA WRITE or
+	// RDMA READ.
 	SendWR = verbs.SendWR
+	// WROp is what a request of the send queue does, an ibv_wr_opcode.
+	WROp = verbs.WROp
 	// RecvWR is a receive work request, ibv_recv_wr.
 	RecvWR = verbs.RecvWR
 	// SGE is a scatter/gather entry, ibv_sge.
@@ -30,7 +33,18 @@ const (
 	OpRecv = verbs.OpRecv
 )
 
-// Access flags. RegMR grants AccessLocalWrite and nothing else.
+// The operations of a send queue. The zero value is a SEND.
+const (
+	WRSend      = verbs.WRSend
+	WRRDMAWrite = verbs.WRRDMAWrite
+	WRRDMARead  = verbs.WRRDMARead
+)
+
+// MaxRDMA is the most that one RDMA WRITE or RDMA READ moves, in bytes.
+const MaxRDMA = 1 << 30
+
+// Access flags. RegMR grants AccessLocalWrite and nothing else, RegRemoteMR what it
+// is told.
 const (
 	AccessLocalWrite  = verbs.AccessLocalWrite
 	AccessRemoteWrite = verbs.AccessRemoteWrite

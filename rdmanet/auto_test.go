@@ -107,6 +107,11 @@ func TestAutoFallsBackToSoftware(t *testing.T) {
 			})
 		}
 	}
+	eventually(t, func() bool { // losers are closed meanwhile
+		loops.Lock()
+		defer loops.Unlock()
+		return loops.m[verbstest.Name] == nil
+	}, "the fake's event channel is closed")
 	failing("create event channel", syscall.ENODEV)
 	require.Equal(t, []Provider{ProviderIWARP}, listenAuto(t, cfg, "127.0.0.1:0").Providers())
 	fake.SetFail(nil)

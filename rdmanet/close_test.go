@@ -131,9 +131,9 @@ func TestCloseReturnsWhileThePeerSleeps(t *testing.T) {
 			t.Run(fmt.Sprint("unread data ", unread), func(t *testing.T) {
 				checkLeaks(t)
 				a, b := open(t, cfg)
-				n := fill(t, a)
+				n := fillUp(t, a)
 				if unread {
-					fill(t, b)
+					fillUp(t, b)
 				}
 				began := time.Now()
 				require.NoError(t, a.Close())
@@ -226,7 +226,7 @@ func TestCloseEndsAllBlockedCalls(t *testing.T) {
 			checkLeaks(t)
 			cfg.Linger = 200 * time.Millisecond
 			a, b := open(t, cfg)
-			fill(t, a)
+			fillUp(t, a)
 			errs := make(chan error, 64)
 			for range 32 {
 				go func() {

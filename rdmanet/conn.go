@@ -82,7 +82,7 @@ func (c *Conn) open() error {
 	c.cfg.fit(dev.Attr())
 	c.wait.waitPolls = dev.Attr().WaitPolls
 	if c.cfg.Spin == 0 && !c.wait.waitPolls {
-		c.wait.spin.limit = deviceSpin
+		c.wait.spin.limit = deviceSpin()
 	}
 	var err error
 	if c.arena, err = acquireArena(dev, c.cfg.poolConfig()); err != nil {

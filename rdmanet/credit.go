@@ -65,8 +65,11 @@ func (f *flow) due(waiting bool) bool {
 	if f.fin || f.owed == 0 {
 		return false
 	}
-	return f.owed >= (f.window+1)/2 || waiting && f.granted == 0
+	return f.dueWith(0) || waiting && f.granted == 0
 }
+
+// dueWith reports whether half a window is owed once n more are posted.
+func (f *flow) dueWith(n int) bool { return f.owed+n >= (f.window+1)/2 }
 
 // take returns the credits that the next frame carries to the peer.
 func (f *flow) take() int {

@@ -30,8 +30,8 @@ func requireTimeout(t *testing.T, err error, op string, source, addr net.Addr) {
 	require.Equal(t, addr.String(), oe.Addr.String())
 }
 
-// fill writes until nothing more fits.
-func fill(t *testing.T, c *Conn) (n int) {
+// fillUp writes until nothing more fits.
+func fillUp(t *testing.T, c *Conn) (n int) {
 	t.Helper()
 	for {
 		require.NoError(t, c.SetWriteDeadline(time.Now().Add(100*time.Millisecond)))
@@ -51,7 +51,7 @@ func TestDeadlineSetWhileBlockedEndsTheCall(t *testing.T) {
 	onEveryPath(t, func(t *testing.T, cfg Config) {
 		checkLeaks(t)
 		a, b := open(t, cfg)
-		full := fill(t, a)
+		full := fillUp(t, a)
 		for _, tc := range []struct {
 			op   string
 			call func() error

@@ -1,6 +1,7 @@
 package rdmanet
 
 import (
+	"context"
 	"net"
 	"sync"
 	"testing"
@@ -35,8 +36,11 @@ func TestConn(t *testing.T) {
 						t.Skip("long")
 					}
 					nettest.TestConn(t, func() (c1, c2 net.Conn, stop func(), err error) {
-						a, b := pairOf(t, tc.dialer, tc.listener, net.JoinHostPort(addr, "0"))
-						return a, b, func() { a.Close(); b.Close() }, nil
+						l, err := (&ListenConfig{Config: tc.listener}).Listen(context.Background(), "rdma", net.JoinHostPort(addr, "0"))
+						if err != nil {
+							return nil, nil, nil, err
+						}
+						return pipe(l, (&Dialer{Config: tc.dialer}).DialContext)
 					})
 				})
 			})
@@ -54,20 +58,7 @@ func TestConnOfFuncs(t *testing.T) {
 		if err != nil {
 			return nil, nil, nil, err
 		}
-		defer l.Close()
-		accepted := make(chan error, 1)
-		go func() {
-			var err error
-			c2, err = l.Accept()
-			accepted <- err
-		}()
-		if c1, err = Dial("tcp", l.Addr().String()); err != nil {
-			return nil, nil, nil, err
-		}
-		if err := <-accepted; err != nil {
-			return nil, nil, nil, err
-		}
-		return c1, c2, func() { c1.Close(); c2.Close() }, nil
+		return pipe(l, plainDial)
 	})
 }
 

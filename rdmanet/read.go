@@ -29,7 +29,7 @@ type rxState struct {
 	discard bool  // CloseRead
 
 	releaseFn func(*qp.Buffer)
-	wr        [1]qp.RecvWR // of the reader, readMu
+	back      []qp.RecvWR  // receives to be posted again, with room for a few; readMu
 	controlWR [1]qp.RecvWR // pollMu
 	releaseWR [1]qp.RecvWR // mu
 }
@@ -39,6 +39,10 @@ type received struct {
 	slot   uint64
 	off, n int // the payload, in the slot's block
 }
+
+// backBatch is how many receives are posted again at a time, while the reader has
+// more to read.
+const backBatch = 4
 
 // flushGrace is how long a reader waits for the reason why the queue pair went
 // into error, which comes by way of the event channel.
@@ -50,6 +54,7 @@ func (c *Conn) initReceives() error {
 	n := c.cfg.receives()
 	r.queue = make([]received, n)
 	r.lent = make([]bool, n)
+	r.back = make([]qp.RecvWR, 0, min(backBatch, c.cfg.RecvDepth))
 	wrs := make([]qp.RecvWR, 0, n)
 	for i := range n {
 		b, err := c.arena.pool.Get()
@@ -233,6 +238,7 @@ func (c *Conn) waitRead() error {
 	if err := c.flushOpen(); err != nil { // what we wait for may be the answer to it
 		return err
 	}
+	c.repost()
 	c.returnCredits(true)
 	return c.waitFor(&c.wait.read)
 }
@@ -280,19 +286,34 @@ func (r *rxState) pop() {
 	r.n--
 }
 
-// consumed posts the receive of the frame at the head again, which is worth a
-// credit, and returns the next frame and whether a CREDIT frame is due. readMu is
-// held.
+// consumed takes the frame at the head off the queue. Its receive is posted again
+// with some others, or when the reader has nothing else to do, or before a credit
+// is overdue. It returns the next frame, and whether a CREDIT frame is due. readMu
+// is held.
 func (c *Conn) consumed(slot uint64) (next *received, due bool) {
-	c.rx.wr[0] = qp.RecvWR{WRID: slot, SGE: c.rx.slots[slot].BlockSGE()}
-	_, err := c.qp.PostRecv(c.rx.wr[:])
+	r := &c.rx
+	r.back = append(r.back, qp.RecvWR{WRID: slot, SGE: r.slots[slot].BlockSGE()})
+	c.mu.Lock()
+	r.pop()
+	next = r.first()
+	enough := len(r.back) == cap(r.back) || c.flow.dueWith(len(r.back))
+	c.mu.Unlock()
+	return next, enough && c.repost()
+}
+
+// repost posts the receives of consumed frames again, each worth a credit, and
+// reports whether a CREDIT frame is due. readMu is held.
+func (c *Conn) repost() (due bool) {
+	r := &c.rx
+	if len(r.back) == 0 {
+		return false
+	}
+	n, _ := c.qp.PostRecv(r.back) // a queue pair that is gone needs no credits
+	r.back = r.back[:0]
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	c.rx.pop()
-	if err == nil { // else it is gone, and so is the need for credits
-		c.flow.posted(1)
-	}
-	return c.rx.first(), c.flow.due(false)
+	c.flow.posted(n)
+	return c.flow.due(false)
 }
 
 // returnCredits tells the peer about receives that were posted again, if it is

@@ -59,7 +59,7 @@ func (c *Conn) postBlock(b *qp.Buffer, solicited bool) error {
 	f := &c.tx.frames
 	header{typ: frameData, length: b.Len()}.put(b.Header())
 	f.sgl[0][0] = b.SGE()
-	f.wrs[0].SGL, f.wrs[0].Inline, f.wrs[0].Solicited = f.sgl[0][:1], false, solicited
+	f.wrs[0].SGL, f.wrs[0].Inline, f.wrs[0].Solicited = f.sgl[0][:1], headerLen+b.Len() <= c.tx.inline && !c.tx.direct, solicited
 	n, err := c.post(f.wrs[:1], b)
 	f.wrs[0].Solicited = true // as it is for all others
 	c.postMu.Unlock()

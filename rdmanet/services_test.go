@@ -31,7 +31,7 @@ func serveHTTP(t *testing.T, srv *http.Server) (url string, client *http.Client)
 	t.Helper()
 	l := listen(t, ListenConfig{})
 	served := make(chan error, 1)
-	tr := &http.Transport{DialContext: (&Dialer{}).DialContext}
+	tr := &http.Transport{DialContext: byRelay((&Dialer{}).DialContext)}
 	scheme := "http"
 	if srv.TLSConfig != nil {
 		scheme = "https"
@@ -214,7 +214,7 @@ func TestHTTPShutdownIsGraceful(t *testing.T) {
 	down := make(chan error, 1)
 	go func() { down <- srv.Shutdown(ctx) }()
 	eventually(t, func() bool {
-		c, err := Dial("rdma", url[len("http://"):])
+		c, err := byRelay(plainDial)(t.Context(), "rdma", url[len("http://"):])
 		if err == nil {
 			c.Close()
 		}
@@ -257,7 +257,7 @@ func TestHTTPClientTimeout(t *testing.T) {
 func TestHTTPServerTimeouts(t *testing.T) {
 	checkLeaks(t)
 	url, _ := serveHTTP(t, &http.Server{ReadHeaderTimeout: 50 * time.Millisecond, Handler: http.HandlerFunc(hashing)})
-	c, err := Dial("tcp", url[len("http://"):])
+	c, err := byRelay(plainDial)(t.Context(), "tcp", url[len("http://"):])
 	require.NoError(t, err)
 	closeLater(t, c)
 	write(t, c, []byte("GET / HTTP/1.1\r\nHost:"))
@@ -269,7 +269,9 @@ func TestHTTPServerTimeouts(t *testing.T) {
 func TestTLSEchoWithCloseWrite(t *testing.T) {
 	checkLeaks(t)
 	cfg := selfSigned(t)
-	a, b := open(t, Config{})
+	a, b, stop, err := pipe(listen(t, ListenConfig{}), plainDial)
+	require.NoError(t, err)
+	t.Cleanup(stop)
 	server, client := tls.Server(b, cfg), tls.Client(a, clientTLS(t, cfg))
 	_ = a.SetDeadline(time.Now().Add(patience))
 	_ = b.SetDeadline(time.Now().Add(patience))
@@ -318,7 +320,7 @@ func TestRPC(t *testing.T) {
 			go srv.ServeConn(c)
 		}
 	}()
-	c, err := Dial("rdma", l.Addr().String())
+	c, err := byRelay(plainDial)(t.Context(), "rdma", l.Addr().String())
 	require.NoError(t, err)
 	client := rpc.NewClient(c)
 	var wg sync.WaitGroup

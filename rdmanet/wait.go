@@ -4,7 +4,6 @@ import (
 	"errors"
 	"net"
 	"os"
-	"runtime"
 	"sync/atomic"
 	"time"
 
@@ -46,7 +45,7 @@ func (s *waitState) init(c *Conn) {
 	s.lead = make(chan struct{}, 1)
 	s.read = waiter{ready: c.canRead, note: make(chan struct{}, 1), deadline: makeDeadline(func() { c.wakeup(&s.read) })}
 	s.write = waiter{ready: c.canWrite, note: make(chan struct{}, 1), deadline: makeDeadline(func() { c.wakeup(&s.write) }), sends: true}
-	s.spin.limit = c.cfg.Spin
+	s.spin = spinner{limit: c.cfg.Spin}
 }
 
 // waitFor returns nil when w is ready, or why it stopped waiting: its deadline
@@ -90,11 +89,7 @@ func (c *Conn) leadFor(w *waiter) error {
 		s.leader.Store(nil)
 		<-s.lead // a follower takes over
 	}()
-	var start time.Time
-	if s.spin.limit > 0 {
-		start = time.Now()
-		defer func() { s.spin.ended(time.Since(start)) }()
-	}
+	spun := false
 	// A queue whose Wait looks for itself needs no look before the first one.
 	for look := !s.waitPolls; ; look = true {
 		if look {
@@ -112,34 +107,13 @@ func (c *Conn) leadFor(w *waiter) error {
 		if err := c.interrupted(w); err != nil {
 			return err
 		}
-		if c.spin(w, start) {
-			continue
+		if !spun {
+			if spun = true; c.spin(w) {
+				return nil
+			}
 		}
 		if err := c.park(w); err != nil {
 			return err
-		}
-	}
-}
-
-// spin polls until w is ready, for as long as recent waits make that promising.
-func (c *Conn) spin(w *waiter, start time.Time) bool {
-	until := c.wait.spin.budget()
-	if until == 0 {
-		return false
-	}
-	const yieldEvery = 10 * time.Microsecond
-	for yield := yieldEvery; ; {
-		if c.poll() > 0 && w.ready() {
-			c.stats.spins.Add(1)
-			return true
-		}
-		now := time.Since(start)
-		if now >= until {
-			return false
-		}
-		if now >= yield {
-			runtime.Gosched() // others run too
-			yield = now + yieldEvery
 		}
 	}
 }
@@ -235,36 +209,4 @@ func (c *Conn) poll() int {
 	c.releaseSpent()
 	c.changed()
 	return n
-}
-
-// spinner decides for how long to poll before parking: as long as its limit while
-// waits end within it, and now and then when they don't. Only the leader uses it.
-type spinner struct {
-	limit  time.Duration
-	recent time.Duration // moving average of waits, each counted as at most twice the limit
-	parks  int           // without a try
-}
-
-// deviceSpin is the limit on devices: there a wake-up takes longer than a message.
-const deviceSpin = 100 * time.Microsecond
-
-// spinTry is how many waits park at once between two tries.
-const spinTry = 16
-
-func (s *spinner) budget() time.Duration {
-	if s.recent >= s.limit {
-		if s.parks++; s.parks%spinTry != 0 {
-			return 0
-		}
-	}
-	return s.limit
-}
-
-// ended notes how long a wait took.
-func (s *spinner) ended(d time.Duration) {
-	if d < s.limit {
-		s.recent = d
-	} else {
-		s.recent += (min(d, 2*s.limit) - s.recent) / 4
-	}
 }

@@ -22,6 +22,7 @@ import (
 // writes join.
 type txState struct {
 	direct   bool // the provider takes whole frames inline
+	inline   int  // bytes of a frame, header included, that it takes inline
 	frameMax int  // payload of a frame: what both the peer and our blocks take
 
 	// Sends are numbered; the number is the work request's id. Conn.mu guards
@@ -75,7 +76,8 @@ const (
 func (c *Conn) initSends() error {
 	t := &c.tx
 	t.releaseFn = c.blockReleased
-	t.direct = c.qp.Cap().MaxInline >= headerLen+maxBufferSize
+	t.inline = c.qp.Cap().MaxInline
+	t.direct = t.inline >= headerLen+maxBufferSize
 	t.blocks = make([]*qp.Buffer, c.cfg.sends())
 	for i := range t.frames.wrs {
 		t.frames.wrs[i].Solicited = true
@@ -206,7 +208,8 @@ func (c *Conn) writeSmall(v *vector) error {
 	if _, err := c.reserve(1); err != nil {
 		return err
 	}
-	if t.direct && c.isLone() {
+	lone := c.isLone()
+	if t.direct && lone {
 		return c.postVector(v, 1)
 	}
 	b, err := c.takeBlock()
@@ -214,11 +217,16 @@ func (c *Conn) writeSmall(v *vector) error {
 		c.unreserve(1)
 		return err
 	}
+	if lone {
+		fill(b, v)
+		c.postMu.Lock()
+		return c.postBlock(b, true)
+	}
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	t.open = b
 	t.isOpen.Store(true)
-	t.add(v)
+	fill(b, v)
 	c.startFlusher()
 	return nil
 }
@@ -227,15 +235,20 @@ func (c *Conn) writeSmall(v *vector) error {
 // before, or what it answers came in between.
 func (c *Conn) isLone() bool {
 	t := &c.tx
-	answer := t.answers.Swap(false)
+	if t.delay.Load() {
+		return false
+	}
+	if t.answers.Swap(false) {
+		return true
+	}
 	now := time.Now()
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	lone := answer || now.Sub(t.lastPost) > closely
+	lone := now.Sub(t.lastPost) > closely
 	if lone {
 		t.lastPost = now
 	}
-	return lone && !t.delay.Load()
+	return lone
 }
 
 // join adds v to the open block, if there is one with room.
@@ -246,14 +259,13 @@ func (c *Conn) join(v *vector) bool {
 	if t.open == nil || t.open.Len()+v.left > t.frameMax {
 		return false
 	}
-	t.add(v)
+	fill(t.open, v)
 	c.startFlusher()
 	return true
 }
 
-// add copies v to the end of the open block. t.mu is held.
-func (t *txState) add(v *vector) {
-	b := t.open
+// fill copies v to the end of a block, which has room for it.
+func fill(b *qp.Buffer, v *vector) {
 	at := b.Len()
 	b.Resize(at + v.left)
 	p := b.Bytes()[at:]

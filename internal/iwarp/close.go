@@ -164,12 +164,12 @@ func (e *ending) over(l link) {
 func (q *qp) rxFailed(err error) {
 	r := &q.rx
 	if fault, ok := errors.AsType[*wire.ProtocolError](err); ok {
-		q.terminate(fault)
+		q.terminate(fault, r.raw[:min(len(r.raw), r.ulpdu)], r.ulpdu)
 		return
 	}
 	if err == io.EOF {
 		err = nil
-		if r.phase != phaseHeader || r.hi > r.lo || r.begun {
+		if r.phase != phaseHeader || r.hi > r.lo || r.begun || r.tagBegun {
 			err = fmt.Errorf("the peer's stream ended inside a message: %w", syscall.ECONNRESET)
 		}
 	}
@@ -195,12 +195,11 @@ func terminatedBy(payload []byte) error {
 	return &errnoError{terminated, syscall.ECONNRESET}
 }
 
-// terminate answers a peer's fault with a Terminate message, the last thing
-// that is sent (RFC 5040 section 4.8), if what is before it went out whole.
-// q.rx.mu is held.
-func (q *qp) terminate(fault *wire.ProtocolError) {
-	r := &q.rx
-	t := wire.NewTerminate(fault.Code, r.raw[:min(len(r.raw), r.ulpdu)], r.ulpdu)
+// terminate answers a peer's fault, a ULPDU of that length and start, with a
+// Terminate message, the last thing that is sent (RFC 5040 section 4.8), if what
+// is before it went out whole. q.rx.mu is held.
+func (q *qp) terminate(fault *wire.ProtocolError, start []byte, ulpdu int) {
+	t := wire.NewTerminate(fault.Code, start, ulpdu)
 	q.flushRecvs()
 	q.tx.mu.Lock()
 	defer q.tx.mu.Unlock()

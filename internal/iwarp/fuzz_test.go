@@ -30,7 +30,8 @@ func FuzzStream(f *testing.F) {
 	}
 	for _, crc := range []bool{false, true} {
 		for seed := range uint64(4) {
-			f.Add(randomStream(rand.New(rand.NewPCG(seed, 3)), crc, fuzzSizes), crc, seed)
+			rnd := rand.New(rand.NewPCG(seed, 3))
+			f.Add(randomStream(rnd, crc, fuzzSizes, randomTagged(rnd)), crc, seed)
 		}
 		for _, fault := range faults(crc) {
 			f.Add(fault.stream, crc, uint64(2))

@@ -86,6 +86,14 @@ type end struct {
 
 const testDepth = 16
 
+// regMR registers memory until the test's end.
+func regMR(t testing.TB, p verbs.PD, b []byte, access verbs.Access) verbs.MR {
+	m, err := p.RegMR(b, access)
+	require.NoError(t, err)
+	t.Cleanup(func() { m.Dereg() }) // if the test hasn't
+	return m
+}
+
 func newChannel(t testing.TB) *eventChannel {
 	ch, err := newEventChannel()
 	require.NoError(t, err)
@@ -154,6 +162,7 @@ func (e *end) createQP(block int) {
 	e.t.Cleanup(func() {
 		require.NoError(e.t, e.qp.Destroy())
 		require.NoError(e.t, e.cq.Destroy())
+		require.NoError(e.t, e.mr.Dereg())
 	})
 	e.recvs, e.sent = map[uint64]bool{}, map[uint64]bool{}
 	for i := range testDepth {

@@ -188,12 +188,12 @@ func (i *id) Connect(p verbs.ConnParam) error {
 	i.cancel, i.state = cancel, stateConnecting
 	d := i.options.dialer(i.local)
 	remote := i.remote
-	i.wg.Go(func() { i.dial(ctx, d, remote, req) })
+	i.wg.Go(func() { i.dial(ctx, d, remote, req, p) })
 	return nil
 }
 
 // dial connects and reports how it went, unless ctx ends first.
-func (i *id) dial(ctx context.Context, d *net.Dialer, remote netip.AddrPort, req wire.SetupFrame) {
+func (i *id) dial(ctx context.Context, d *net.Dialer, remote netip.AddrPort, req wire.SetupFrame, p verbs.ConnParam) {
 	conn, reply, err := dialSetup(ctx, d, remote, req)
 	i.mu.Lock()
 	defer i.mu.Unlock()
@@ -204,7 +204,7 @@ func (i *id) dial(ctx context.Context, d *net.Dialer, remote netip.AddrPort, req
 		return
 	}
 	if err == nil {
-		err = i.established(conn, reply.CRC || req.CRC, reply.PrivateData)
+		err = i.accepted(conn, reply, p)
 	}
 	if err != nil {
 		i.failed()
@@ -212,13 +212,26 @@ func (i *id) dial(ctx context.Context, d *net.Dialer, remote netip.AddrPort, req
 	}
 }
 
+// accepted goes on with a connection whose request has been accepted, or closes
+// it. i.mu is held.
+func (i *id) accepted(conn *net.TCPConn, reply wire.SetupFrame, p verbs.ConnParam) error {
+	a, err := accepted(p, reply)
+	if fault, ok := errors.AsType[*wire.ProtocolError](err); ok {
+		t := wire.NewTerminate(fault.Code, nil, 0)
+		conn.Write(terminateFPDU(&t, a.crc)) // best effort; nothing else was sent, so there is room
+		conn.Close()
+		return err
+	}
+	return i.established(conn, a, reply.PrivateData)
+}
+
 // established starts the QP on a connection whose set-up is done, and reports
 // it. If it fails the connection is closed. i.mu is held.
-func (i *id) established(conn *net.TCPConn, crc bool, privateData []byte) error {
+func (i *id) established(conn *net.TCPConn, a agreed, privateData []byte) error {
 	conn.SetKeepAliveConfig(i.keep)
 	l, err := newTCPLink(conn)
 	if err == nil {
-		err = i.qp.start(l, l.mss, crc, &verbs.Event{Type: verbs.EventEstablished, PrivateData: privateData})
+		err = i.qp.start(l, l.mss, a, &verbs.Event{Type: verbs.EventEstablished, PrivateData: privateData})
 	}
 	if err != nil {
 		conn.Close()
@@ -246,15 +259,14 @@ func (i *id) Accept(p verbs.ConnParam) error {
 	if i.qp == nil {
 		return fmt.Errorf("accept: id has no QP: %w", syscall.EINVAL)
 	}
-	crc := i.request.CRC || p.CRC
-	reply, err := replyTo(i.request, wire.SetupFrame{CRC: crc, PrivateData: p.PrivateData})
+	reply, agreed, err := accepting(i.request, p)
 	if err != nil {
 		return fmt.Errorf("accept: %w", err)
 	}
 	i.leaveBacklog()
 	err = send(i.conn, reply)
 	if err == nil {
-		err = i.established(i.conn, crc, nil)
+		err = i.established(i.conn, agreed, nil)
 	}
 	if err != nil {
 		i.failed()

@@ -22,7 +22,7 @@ type qp struct {
 	// Set by start, before a half is open.
 	link       link
 	crc        bool
-	maxPayload int // of one FPDU
+	maxPayload int // of one FPDU; a tagged one could have 4 bytes more
 
 	open atomic.Bool // rx.state is halfOpen, for those without its lock
 	rx   rxState
@@ -69,7 +69,7 @@ func (q *qp) Cap() verbs.QPCap { return q.cap }
 
 // start takes over a connection whose set-up is done, and reports established
 // before anything else can be reported about it.
-func (q *qp) start(l link, mss int, crc bool, established *verbs.Event) error {
+func (q *qp) start(l link, mss int, a agreed, established *verbs.Event) error {
 	q.rx.mu.Lock()
 	defer q.rx.mu.Unlock()
 	q.tx.mu.Lock()
@@ -77,10 +77,12 @@ func (q *qp) start(l link, mss int, crc bool, established *verbs.Event) error {
 	if q.rx.state != halfIdle || q.tx.state != halfIdle {
 		return fmt.Errorf("the QP is in the error state: %w", syscall.EINVAL)
 	}
-	q.link, q.crc = l, crc
+	q.link, q.crc = l, a.crc
 	q.maxPayload = max(wire.ULPDUFor(mss)-wire.UntaggedHeaderLen, minPayload)
 	q.rx.state, q.tx.state = halfOpen, halfOpen
-	q.rx.msn, q.tx.msn = 1, 1
+	q.rx.msn, q.tx.msn, q.rx.readMSN = 1, 1, 1
+	q.tx.reads.start(a.ird, a.ord)
+	q.rx.awaited, q.tx.gated = a.awaitPeer, a.awaitPeer
 	q.id.post(established)
 	q.open.Store(true)
 	q.cq.Wake() // a Wait that began before there was a socket starts over

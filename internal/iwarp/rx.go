@@ -29,13 +29,20 @@ type rxState struct {
 	begun bool // there were such
 
 	// The FPDU under way.
-	phase phase
-	raw   [wire.UntaggedHeaderLen]byte // the start of its ULPDU
-	hdr   wire.Header
-	ulpdu int    // its length
-	dst   []byte // where the rest of the payload goes
-	sum   uint32 // running CRC
-	term  []byte // a Terminate's payload
+	phase  phase
+	raw    [readRequestLen]byte // the start of its ULPDU: its header, and all of a Read Request
+	hdr    wire.Header
+	ulpdu  int    // its length
+	dst    []byte // where the rest of the payload goes
+	sum    uint32 // running CRC
+	term   []byte // a Terminate's payload
+	staged []byte // a tagged segment's payload, a pool buffer
+	fault  error  // what is wrong with it, if its CRC is right
+	rest   int    // bytes of its payload that are still to come for that
+
+	readMSN  uint32 // of the next Read Request
+	tagBegun bool   // a tagged message is under way
+	awaited  bool   // this is the first FPDU, for which our sends wait
 
 	staging []byte // scratch; staging[lo:hi] is read and not yet parsed
 	lo, hi  int
@@ -54,6 +61,7 @@ type phase uint8
 const (
 	phaseHeader phase = iota
 	phasePayload
+	phaseSkip
 	phaseTrailer
 )
 
@@ -137,6 +145,8 @@ func (q *qp) step() (completed bool, err error) {
 		return false, q.header()
 	case phasePayload:
 		return false, q.payload()
+	case phaseSkip:
+		return false, q.skip()
 	default:
 		return q.trailer()
 	}
@@ -200,7 +210,7 @@ func (q *qp) header() error {
 	copy(r.raw[:], b[wire.FPDUHeaderLen:])
 	hdr, err := wire.ParseHeader(b[wire.FPDUHeaderLen:])
 	if err != nil {
-		return err
+		return q.faulty(err, n)
 	}
 	n = wire.FPDUHeaderLen + hdr.Len()
 	if q.crc {
@@ -209,8 +219,46 @@ func (q *qp) header() error {
 	r.hdr = hdr
 	r.lo += n
 	r.dst, err = q.place(r.ulpdu - hdr.Len())
+	if err != nil {
+		return q.faulty(err, 0)
+	}
 	r.phase = phasePayload
-	return err
+	return nil
+}
+
+// faulty takes note of a fault in a header, of which n bytes are not in the
+// running CRC yet. With CRCs it counts only if the FPDU's is right: what is
+// corrupted on the way must not be taken for the peer's doing.
+func (q *qp) faulty(fault error, n int) error {
+	r := &q.rx
+	if !q.crc {
+		return fault
+	}
+	if n > 0 {
+		r.sum = wire.UpdateCRC(0, r.staging[r.lo:r.lo+n])
+		r.lo += n
+		r.rest = wire.FPDUHeaderLen + r.ulpdu - n
+	} else {
+		r.rest = r.ulpdu - r.hdr.Len()
+	}
+	r.fault, r.phase = fault, phaseSkip
+	return nil
+}
+
+// skip takes the rest of a faulty FPDU's payload into the CRC.
+func (q *qp) skip() error {
+	r := &q.rx
+	for r.rest > 0 {
+		if err := q.need(1); err != nil {
+			return err
+		}
+		n := min(r.rest, r.hi-r.lo)
+		r.sum = wire.UpdateCRC(r.sum, r.staging[r.lo:r.lo+n])
+		r.lo += n
+		r.rest -= n
+	}
+	r.phase = phaseTrailer
+	return nil
 }
 
 // place checks a segment with size bytes of payload against what is expected,
@@ -226,15 +274,10 @@ func (q *qp) place(size int) ([]byte, error) {
 		}
 		r.term = make([]byte, size)
 		return r.term, nil
-	case h.Opcode == wire.OpWrite && size == 0:
-		// It touches no memory, so its STag is not checked. Adapters send it to
-		// see whether the peer is alive.
-		return nil, nil
 	case h.Opcode == wire.OpReadRequest:
-		return nil, &wire.ProtocolError{Code: wire.CodeRDMAPInvalidSTag, Detail: "Read Request"}
+		return q.placeReadRequest(size)
 	}
-	// No STag is ever advertised to a peer.
-	return nil, &wire.ProtocolError{Code: wire.CodeDDPInvalidSTag, Detail: h.Opcode.String()}
+	return q.stage(size), nil
 }
 
 // placeSend does so for a Send. TCP keeps segments in order, and DDP sends them
@@ -245,9 +288,9 @@ func (q *qp) placeSend(size int) ([]byte, error) {
 	case h.Opcode.Invalidates():
 		return nil, &wire.ProtocolError{Code: wire.CodeRDMAPCannotInvalidate, Detail: h.Opcode.String()}
 	case h.MSN != r.msn:
-		return nil, &wire.ProtocolError{Code: wire.CodeDDPMSNRange, Detail: fmt.Sprintf("%d, must be %d", h.MSN, r.msn)}
+		return nil, mustBe(wire.CodeDDPMSNRange, h.MSN, r.msn)
 	case int64(h.MO) != int64(r.off):
-		return nil, &wire.ProtocolError{Code: wire.CodeDDPInvalidMO, Detail: fmt.Sprintf("%d, must be %d", h.MO, r.off)}
+		return nil, mustBe(wire.CodeDDPInvalidMO, h.MO, uint32(r.off))
 	case r.n == 0:
 		return nil, &wire.ProtocolError{Code: wire.CodeDDPNoBuffer}
 	}
@@ -256,6 +299,10 @@ func (q *qp) placeSend(size int) ([]byte, error) {
 		return nil, &wire.ProtocolError{Code: wire.CodeDDPTooLong, Detail: fmt.Sprintf("%d bytes or more, room for %d", r.off+size, len(buf))}
 	}
 	return buf[r.off : r.off+size], nil
+}
+
+func mustBe(code wire.Code, is, must uint32) error {
+	return &wire.ProtocolError{Code: code, Detail: fmt.Sprintf("%d, must be %d", is, must)}
 }
 
 // payload moves payload bytes to their place, directly when they are many.
@@ -292,7 +339,8 @@ func (q *qp) readBulk() error {
 	return nil
 }
 
-// trailer checks the CRC and completes the message if this was its end.
+// trailer checks the CRC, acts on the segment, and completes the message if this
+// was its end.
 func (q *qp) trailer() (completed bool, err error) {
 	r := &q.rx
 	n := wire.TrailerLen(r.ulpdu)
@@ -305,12 +353,20 @@ func (q *qp) trailer() (completed bool, err error) {
 		}
 	}
 	r.lo += n
+	if r.fault != nil {
+		return false, r.fault
+	}
 	r.phase = phaseHeader
+	if r.awaited {
+		q.peerIsReady()
+	}
 	switch {
+	case r.hdr.Tagged:
+		return q.tagged()
+	case r.hdr.Opcode == wire.OpReadRequest:
+		return false, q.answer()
 	case r.hdr.Opcode == wire.OpTerminate:
 		return false, terminatedBy(r.term)
-	case !r.hdr.Opcode.IsSend():
-		return false, nil
 	}
 	r.off += len(q.placed())
 	r.begun = !r.hdr.Last
@@ -327,12 +383,26 @@ func (q *qp) trailer() (completed bool, err error) {
 func (q *qp) placed() []byte {
 	r := &q.rx
 	switch {
+	case r.fault != nil:
+		return nil
+	case r.hdr.Tagged:
+		return r.staged
+	case r.hdr.Opcode == wire.OpReadRequest:
+		return r.raw[wire.UntaggedHeaderLen:]
 	case r.hdr.Opcode == wire.OpTerminate:
 		return r.term
-	case !r.hdr.Opcode.IsSend():
-		return nil
 	}
 	return r.posted[r.head].buf[r.off : r.off+r.ulpdu-r.hdr.Len()]
+}
+
+// peerIsReady lets the send queue begin, which has waited for the peer's first
+// FPDU (RFC 6581 section 9.2).
+func (q *qp) peerIsReady() {
+	q.rx.awaited = false
+	q.tx.mu.Lock()
+	defer q.tx.mu.Unlock()
+	q.tx.gated = false
+	q.send()
 }
 
 // takeRecv removes the oldest posted receive and returns its WRID.
@@ -355,6 +425,7 @@ func (q *qp) flushRecvs() {
 		q.cq.push(verbs.WC{WRID: q.takeRecv(), Op: verbs.OpRecv, Status: verbs.StatusWRFlushErr}, false)
 	}
 	r.dst, r.iov, r.term = nil, [2][]byte{}, nil
+	q.unstage()
 	r.lo, r.hi = 0, 0
 	if r.staging != nil {
 		pool.Put(r.staging)

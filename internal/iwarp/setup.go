@@ -37,8 +37,7 @@ func requestFrame(p verbs.ConnParam) (wire.SetupFrame, error) {
 	return f, valid(f)
 }
 
-// replyTo is the set-up reply to req. Only the CRC and reject flags and the
-// private data are taken from f.
+// replyTo is the set-up reply to req that says f.
 func replyTo(req, f wire.SetupFrame) (wire.SetupFrame, error) {
 	f.Reply, f.Revision, f.Enhanced = true, req.Revision, req.Enhanced
 	return f, valid(f)

@@ -9,6 +9,7 @@ import (
 	"github.com/stretchr/testify/require"
 	"golang.org/x/sys/unix"
 
+	"github.com/rdmanet/rdmanet/internal/iwarp/wire"
 	"github.com/rdmanet/rdmanet/internal/verbs"
 )
 
@@ -113,7 +114,7 @@ func TestAWaiterGetsWhatAPeerDribbles(t *testing.T) {
 		for i := range sizes {
 			sizes[i] = rnd.IntN(1 << rnd.IntN(13))
 		}
-		stream := randomStream(rnd, crc, sizes)
+		stream := randomStream(rnd, crc, sizes, []fpdu{tagged(wire.OpWrite, 1, 2, true, nil), tagged(wire.OpWrite, 3, 4, false, nil)})
 		want := expect(stream, crc, sizes)
 		go func() {
 			for i := 0; len(stream) > 0; i++ {

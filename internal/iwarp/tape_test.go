@@ -124,10 +124,14 @@ func (l *tape) SetLinger(int) error              { return nil }
 
 // onTape is a QP on a tape.
 func onTape(t testing.TB, ch *eventChannel, l *tape, mss int, crc bool, want verbs.QPCap) (*qp, *cq) {
+	return onTapeWith(t, ch, l, mss, agreed{crc: crc}, want)
+}
+
+func onTapeWith(t testing.TB, ch *eventChannel, l *tape, mss int, a agreed, want verbs.QPCap) (*qp, *cq) {
 	c := newCQ(want.SendWR + want.RecvWR)
 	q, err := newQP(newID(ch), &pd{}, c, want)
 	require.NoError(t, err)
-	require.NoError(t, q.start(l, mss, crc, &verbs.Event{Type: verbs.EventEstablished}))
+	require.NoError(t, q.start(l, mss, a, &verbs.Event{Type: verbs.EventEstablished}))
 	next(t, ch, verbs.EventEstablished)
 	t.Cleanup(func() {
 		q.Destroy()
@@ -151,9 +155,7 @@ func newArena(t testing.TB, q *qp, sizes ...int) *arena {
 		total += n + guard
 	}
 	a := &arena{mem: bytes.Repeat([]byte{0xaa}, total)}
-	m, err := q.pd.RegMR(a.mem, verbs.AccessLocalWrite)
-	require.NoError(t, err)
-	a.lkey = m.LKey()
+	a.lkey = regMR(t, q.pd, a.mem, verbs.AccessLocalWrite).LKey()
 	at := guard
 	for i, n := range sizes {
 		a.at = append(a.at, a.mem[at:at+n])
@@ -179,17 +181,23 @@ func digest(b []byte) string { return fmt.Sprintf("%d bytes, %x", len(b), sha256
 
 // result is what became of a stream.
 type result struct {
-	got  []string // digests
-	code int      // of the Terminate, or -1
-	end  bool
+	got     []string // digests
+	code    int      // of the Terminate, or -1
+	end     bool
+	memory  string   // what the peer may write to, a digest
+	reads   int      // RDMA READs that are complete
+	sink    string   // where their data goes, a digest
+	answers []string // Read Responses
 }
 
 // expect is the straightforward way to receive a stream: all of it is there.
 func expect(b []byte, crc bool, sizes []int) (r result) {
 	r.code = -1
 	fail := func(code wire.Code) result { r.code, r.end = int(code), true; return r }
+	peer := newTapeMemory()
+	defer func() { r.memory, r.sink = digest(peer.writable), digest(peer.sink) }()
 	var msg []byte
-	msn := uint32(1)
+	msn, readMSN := uint32(1), uint32(1)
 	for {
 		if len(b) < wire.FPDUHeaderLen {
 			return r
@@ -199,30 +207,39 @@ func expect(b []byte, crc bool, sizes []int) (r result) {
 			return r
 		}
 		h, err := wire.ParseHeader(b[wire.FPDUHeaderLen:][:min(n, wire.UntaggedHeaderLen)])
-		if err != nil {
-			return fail(err.(*wire.ProtocolError).Code)
-		}
 		size := n - h.Len()
+		fault := wire.Code(0)
 		switch {
+		case err != nil:
+			fault = err.(*wire.ProtocolError).Code
 		case h.Opcode == wire.OpTerminate:
 			if h.MSN != 1 || h.MO != 0 || !h.Last || size > wire.MaxTerminateLen {
-				return fail(wire.CodeDDPTooLong)
+				fault = wire.CodeDDPTooLong
 			}
-		case h.Opcode == wire.OpWrite && size == 0:
 		case h.Tagged:
-			return fail(wire.CodeDDPInvalidSTag)
+		case h.Opcode == wire.OpReadRequest && h.MSN != readMSN:
+			fault = wire.CodeDDPMSNRange
+		case h.Opcode == wire.OpReadRequest && h.MO != 0:
+			fault = wire.CodeDDPInvalidMO
+		case h.Opcode == wire.OpReadRequest && (size > wire.ReadRequestLen || !h.Last):
+			fault = wire.CodeDDPTooLong
 		case h.Opcode == wire.OpReadRequest:
-			return fail(wire.CodeRDMAPInvalidSTag)
+			if size < wire.ReadRequestLen {
+				fault = wire.CodeRDMAPUnspecified
+			}
 		case h.Opcode.Invalidates():
-			return fail(wire.CodeRDMAPCannotInvalidate)
+			fault = wire.CodeRDMAPCannotInvalidate
 		case h.MSN != msn:
-			return fail(wire.CodeDDPMSNRange)
+			fault = wire.CodeDDPMSNRange
 		case uint64(h.MO) != uint64(len(msg)):
-			return fail(wire.CodeDDPInvalidMO)
+			fault = wire.CodeDDPInvalidMO
 		case int(msn) > len(sizes):
-			return fail(wire.CodeDDPNoBuffer)
+			fault = wire.CodeDDPNoBuffer
 		case len(msg)+size > sizes[msn-1]:
-			return fail(wire.CodeDDPTooLong)
+			fault = wire.CodeDDPTooLong
+		}
+		if fault != 0 && !crc {
+			return fail(fault)
 		}
 		if len(b) < wire.FPDULen(n) {
 			return r
@@ -231,15 +248,30 @@ func expect(b []byte, crc bool, sizes []int) (r result) {
 		if crc && wire.CheckCRC(wire.UpdateCRC(0, ulpdu), trailer) != nil {
 			return fail(wire.CodeMPACRC)
 		}
+		if fault != 0 {
+			return fail(fault)
+		}
 		b = b[wire.FPDULen(n):]
+		payload := ulpdu[wire.FPDUHeaderLen+h.Len():]
 		switch {
 		case h.Opcode == wire.OpTerminate:
 			r.end = true
 			return r
-		case h.Tagged:
+		case h.Opcode == wire.OpWrite:
+			fault = peer.write(h, payload)
+		case h.Opcode == wire.OpReadResponse:
+			fault = peer.response(h, payload, &r)
+		case h.Opcode == wire.OpReadRequest:
+			readMSN++
+			fault = peer.request(payload, &r)
+		}
+		if fault != 0 {
+			return fail(fault)
+		}
+		if !h.Opcode.IsSend() {
 			continue
 		}
-		msg = append(msg, ulpdu[wire.FPDUHeaderLen+h.Len():]...)
+		msg = append(msg, payload...)
 		if h.Last {
 			r.got = append(r.got, digest(msg))
 			msg = nil
@@ -252,15 +284,30 @@ func expect(b []byte, crc bool, sizes []int) (r result) {
 func receive(t testing.TB, ch *eventChannel, stream []byte, crc bool, sizes []int, piece func() int) (r result) {
 	l := newTape()
 	l.in, l.piece = stream, piece
-	q, c := onTape(t, ch, l, 1460, crc, verbs.QPCap{SendWR: 1, RecvWR: len(sizes), SendSGE: 1})
+	q, c := onTapeWith(t, ch, l, 1460, agreed{crc: crc, ird: 2, ord: len(tapeReads)},
+		verbs.QPCap{SendWR: len(tapeReads), RecvWR: len(sizes), SendSGE: 1})
 	a := newArena(t, q, sizes...)
+	memory := newTapeMemory()
+	defer memory.register(t, q)()
+	memory.read(t, q)
 	completed := make([]bool, len(sizes))
+	flushed := 0
 	poll := func() int {
 		var wc [3]verbs.WC
 		n, err := c.Poll(wc[:])
 		require.NoError(t, err)
 		for _, w := range wc[:n] {
-			require.Equal(t, verbs.OpRecv, w.Op)
+			if w.Op == verbs.OpSend {
+				require.EqualValues(t, r.reads+flushed, w.WRID, "RDMA READs complete in order")
+				if w.Status == verbs.StatusSuccess {
+					require.Zero(t, flushed)
+					r.reads++
+				} else {
+					require.Equal(t, verbs.StatusWRFlushErr, w.Status)
+					flushed++
+				}
+				continue
+			}
 			require.False(t, completed[w.WRID])
 			completed[w.WRID] = true
 			if w.Status == verbs.StatusSuccess {
@@ -283,25 +330,33 @@ func receive(t testing.TB, ch *eventChannel, stream []byte, crc bool, sizes []in
 		}
 	}
 	r.end, r.code = !q.open.Load(), -1
-	if out := parseFPDUs(t, l.out, crc); len(out) > 0 {
-		require.Len(t, out, 1)
-		tm, err := wire.ParseTerminate(out[0].payload)
+	out := parseFPDUs(t, l.out, crc)
+	require.GreaterOrEqual(t, len(out), len(tapeReads))
+	out = out[len(tapeReads):]
+	if n := len(out); n > 0 && out[n-1].Opcode == wire.OpTerminate {
+		tm, err := wire.ParseTerminate(out[n-1].payload)
 		require.NoError(t, err)
 		r.code = int(tm.Code)
+		out = out[:n-1]
 	}
+	r.answers = joinAnswers(t, out)
+	r.memory, r.sink = digest(memory.writable), digest(memory.sink)
 	q.abort()
 	for c.count.Load() > 0 {
 		poll()
 	}
 	require.NotContains(t, completed, false)
+	require.Equal(t, len(tapeReads), r.reads+flushed)
 	a.guardsIntact(t)
+	memory.othersIntact(t)
 	next(t, ch, verbs.EventDisconnected)
 	nothingMore(t, ch)
 	return r
 }
 
-// randomStream is what a peer might send, well formed, in segments of any size.
-func randomStream(rnd *rand.Rand, crc bool, sizes []int) (stream []byte) {
+// randomStream is what a peer might send, well formed, in segments of any size,
+// with other FPDUs in between.
+func randomStream(rnd *rand.Rand, crc bool, sizes []int, others []fpdu) (stream []byte) {
 	for i, size := range sizes {
 		msg := make([]byte, size)
 		for k := range msg {
@@ -314,8 +369,9 @@ func randomStream(rnd *rand.Rand, crc bool, sizes []int) (stream []byte) {
 				h.Opcode = wire.OpSendSolicited
 			}
 			stream = appendFPDU(stream, crc, h, msg[at:at+n])
-			if rnd.IntN(8) == 0 {
-				stream = appendFPDU(stream, crc, wire.Header{Tagged: true, Last: true, Opcode: wire.OpWrite}, nil)
+			if rnd.IntN(4) == 0 && len(others) > 0 {
+				stream = appendFPDU(stream, crc, others[0].Header, others[0].payload)
+				others = others[1:]
 			}
 			if at += n; h.Last {
 				break
@@ -334,7 +390,7 @@ func TestAStreamIsReceivedAlikeHoweverItIsCutUp(t *testing.T) {
 		for i := range sizes {
 			sizes[i] = rnd.IntN(1 << rnd.IntN(15))
 		}
-		stream := randomStream(rnd, crc, sizes)
+		stream := randomStream(rnd, crc, sizes, randomTagged(rnd))
 		want := expect(stream, crc, sizes)
 		require.Len(t, want.got, len(sizes))
 		pieces := map[string]func() int{
@@ -368,8 +424,7 @@ func TestEveryGatherListIsSentWhole(t *testing.T) {
 		l := newTape()
 		crc := seed%2 == 0
 		q, c := onTape(t, ch, l, []int{0, 536, 600, 1460, 9000, 65483}[rnd.IntN(6)], crc, verbs.QPCap{SendWR: 64, RecvWR: 1, SendSGE: attr.MaxSGE})
-		m, err := q.pd.RegMR(memory, verbs.AccessLocalWrite)
-		require.NoError(t, err)
+		m := regMR(t, q.pd, memory, verbs.AccessLocalWrite)
 		l.room = rnd.IntN(1 << rnd.IntN(20))
 
 		var want []string
@@ -484,12 +539,9 @@ func TestNoSendIsLeftBehindByTheFlusher(t *testing.T) {
 func TestWorkRequestsOutsideRegisteredMemoryAreRefused(t *testing.T) {
 	q, _ := onTape(t, newChannel(t), newTape(), 1460, false, verbs.QPCap{SendWR: 1, RecvWR: 1, SendSGE: 2})
 	mem := make([]byte, 300)
-	region, err := q.pd.RegMR(mem[100:200], verbs.AccessLocalWrite)
-	require.NoError(t, err)
-	readOnly, err := q.pd.RegMR(mem[100:200], 0)
-	require.NoError(t, err)
-	gone, err := q.pd.RegMR(mem, verbs.AccessLocalWrite)
-	require.NoError(t, err)
+	region := regMR(t, q.pd, mem[100:200], verbs.AccessLocalWrite)
+	readOnly := regMR(t, q.pd, mem[100:200], 0)
+	gone := regMR(t, q.pd, mem, verbs.AccessLocalWrite)
 	require.NoError(t, gone.Dereg())
 	require.ErrorIs(t, gone.Dereg(), syscall.EINVAL)
 	for _, c := range []struct {
@@ -515,14 +567,14 @@ func TestWorkRequestsOutsideRegisteredMemoryAreRefused(t *testing.T) {
 			require.Equal(t, c.recv, err)
 		})
 	}
-	_, err = q.PostSend([]verbs.SendWR{{SGL: make([]verbs.SGE, 3)}})
+	_, err := q.PostSend([]verbs.SendWR{{SGL: make([]verbs.SGE, 3)}})
 	require.Equal(t, syscall.EINVAL, err)
 	_, err = q.PostRecv([]verbs.RecvWR{{SGE: verbs.SGE{Data: mem[100:200], LKey: region.LKey()}}})
 	require.Equal(t, syscall.ENOMEM, err)
 	_, err = q.pd.RegMR(nil, verbs.AccessLocalWrite)
 	require.ErrorIs(t, err, syscall.EINVAL)
-	for _, remote := range []verbs.Access{verbs.AccessRemoteRead, verbs.AccessRemoteWrite} {
-		_, err = q.pd.RegMR(mem, verbs.AccessLocalWrite|remote)
-		require.ErrorIs(t, err, syscall.EOPNOTSUPP)
+	for _, access := range []verbs.Access{verbs.AccessRemoteWrite, verbs.AccessRemoteWrite | verbs.AccessRemoteRead, 1 << 3} {
+		_, err = q.pd.RegMR(mem, access)
+		require.ErrorIs(t, err, syscall.EINVAL)
 	}
 }

@@ -25,6 +25,9 @@ type txState struct {
 	cut     cursor // how far queue[head] is
 	batch   batch
 
+	reads reads
+	gated bool // nothing of the queue may begin: the peer is not ready yet, or it is over
+
 	flushing  bool // the flusher writes, and nobody else
 	refused   bool // a send was, and somebody may wait for room
 	flusher   func()
@@ -36,6 +39,10 @@ type sendWR struct {
 	sgl               []verbs.SGE // room is reused
 	size              int
 	signaled, solicit bool
+	op                verbs.WROp
+	fence, waits      bool   // waits: it may have to, for an RDMA READ
+	rkey              uint32 // the peer's memory
+	remote            uint64
 	inline            bool   // sgl is memory we may only use until PostSend returns
 	own               []byte // pool buffer behind sgl
 }
@@ -57,8 +64,10 @@ type batch struct {
 	from    int            // frame[from:framed] is in no iovec yet
 	done    [maxFPDUs]sent // messages that end in this batch
 	ndone   int
-	inline  bool   // some of it is memory we may only use until PostSend returns
-	scratch []byte // pool buffer behind it
+	inline  bool             // some of it is memory we may only use until PostSend returns
+	scratch []byte           // pool buffer behind it
+	lent    [maxFPDUs][]byte // pool buffers with what is read by the peer
+	nlent   int
 }
 
 // sent is a message that is done when no more than unsent bytes are left.
@@ -66,6 +75,7 @@ type sent struct {
 	unsent   int
 	wrid     uint64
 	signaled bool
+	read     bool // an RDMA READ: its request
 	own      []byte
 }
 
@@ -106,7 +116,7 @@ func (q *qp) enqueue(wr *verbs.SendWR) error {
 	case t.state == halfDead:
 		q.flushSend(wr.WRID, nil)
 		return nil
-	case t.n == len(t.queue):
+	case t.n == len(t.queue) || t.noRoom():
 		return unix.ENOMEM
 	case len(wr.SGL) > q.cap.SendSGE:
 		return unix.EINVAL
@@ -121,14 +131,24 @@ func (q *qp) enqueue(wr *verbs.SendWR) error {
 	if size > maxMessage {
 		return unix.EINVAL
 	}
+	if wr.Op != verbs.WRSend {
+		if err := q.checkRDMA(wr); err != nil {
+			return err
+		}
+	}
 	e := &t.queue[(t.head+t.n)%len(t.queue)]
 	e.wrid, e.size, e.signaled, e.solicit, e.inline = wr.WRID, size, wr.Signaled, wr.Solicited, wr.Inline
+	e.op, e.fence, e.waits = wr.Op, wr.Fence, wr.Fence
+	if wr.Op != verbs.WRSend {
+		q.setRDMA(e, wr)
+	}
 	e.sgl = append(e.sgl[:0], wr.SGL...)
 	t.n++
 	return nil
 }
 
-// send writes until the queue is empty or the socket is full.
+// send writes until the queue is empty, or waits for the peer, or the socket is
+// full.
 func (q *qp) send() {
 	t := &q.tx
 	for !t.flushing && t.state == halfOpen && (t.batch.unsent > 0 || q.fill()) {
@@ -153,7 +173,9 @@ func (q *qp) write() error {
 	for ; i < b.ndone && b.unsent <= b.done[i].unsent; i++ {
 		d := &b.done[i]
 		pool.Put(d.own)
-		if d.signaled {
+		if d.read || q.tx.reads.held.n > 0 {
+			q.tx.reads.hold(d)
+		} else if d.signaled {
 			q.cq.push(verbs.WC{WRID: d.wrid, Op: verbs.OpSend}, false)
 		}
 	}
@@ -181,27 +203,49 @@ func (b *batch) advance(n int) {
 
 func (b *batch) reset() {
 	pool.Put(b.scratch)
+	for ; b.nlent > 0; b.nlent-- {
+		pool.Put(b.lent[b.nlent-1])
+	}
 	clear(b.iov[:])
 	b.at, b.n, b.unsent, b.framed, b.from, b.ndone, b.inline, b.scratch = 0, 0, 0, 0, 0, 0, false, nil
 }
 
-// fill cuts as many FPDUs from the queue as the batch has room for.
+// fill cuts as many FPDUs from the queue, and of answers to the peer's RDMA
+// READs, as may be sent now and the batch has room for.
 func (q *qp) fill() bool {
 	t := &q.tx
 	b := &t.batch
 	b.reset()
-	for t.n > 0 && b.ndone < maxFPDUs && b.framed+frameLen <= len(b.frame) {
-		e := &t.queue[t.head]
-		size, iovecs := q.segment(e)
-		if b.n+iovecs+1 > maxIovecs { // the last is for the frame at the end
+	for b.ndone < maxFPDUs && b.framed+frameLen <= len(b.frame) {
+		if t.reads.answers.n > 0 && q.answerIsNext() {
+			if !q.cutAnswer() {
+				break
+			}
+			continue
+		}
+		if t.n == 0 {
 			break
 		}
-		q.cutFPDU(e, size)
+		e := &t.queue[t.head]
+		if (t.gated || e.waits) && !q.mayBegin(e) {
+			break
+		}
+		if e.op == verbs.WRRDMARead {
+			q.cutRead(e)
+		} else {
+			size, iovecs := q.segment(e)
+			if b.n+iovecs+1 > maxIovecs { // the last is for the frame at the end
+				break
+			}
+			q.cutFPDU(e, size)
+		}
 		if t.cut.sent == e.size {
-			b.done[b.ndone] = sent{unsent: b.unsent + b.framed - b.from, wrid: e.wrid, signaled: e.signaled, own: e.own}
+			b.done[b.ndone] = sent{unsent: b.unsent + b.framed - b.from, wrid: e.wrid, signaled: e.signaled, read: e.op == verbs.WRRDMARead, own: e.own}
 			b.ndone++
+			if e.op == verbs.WRSend {
+				t.msn++
+			}
 			q.dequeue()
-			t.msn++
 		}
 	}
 	b.addFrame()
@@ -240,15 +284,21 @@ func (q *qp) cutFPDU(e *sendWR, size int) {
 	b := &t.batch
 	ulpdu := wire.UntaggedHeaderLen + size
 	h := b.frame[b.framed : b.framed+wire.FPDUHeaderLen+wire.UntaggedHeaderLen]
-	b.framed += len(h)
-	op := wire.OpSend
-	if e.solicit {
-		op = wire.OpSendSolicited
+	if e.op == verbs.WRRDMAWrite {
+		ulpdu = wire.TaggedHeaderLen + size
+		h = h[:wire.FPDUHeaderLen+wire.TaggedHeaderLen]
+		q.putWriteHeader(h[wire.FPDUHeaderLen:], e, size)
+	} else {
+		op := wire.OpSend
+		if e.solicit {
+			op = wire.OpSendSolicited
+		}
+		wire.UntaggedHeader{
+			Last: t.cut.sent+size == e.size, Opcode: op, QN: wire.QueueSend, MSN: t.msn, MO: uint32(t.cut.sent),
+		}.Put(h[wire.FPDUHeaderLen:])
 	}
 	wire.PutFPDUHeader(h, ulpdu)
-	wire.UntaggedHeader{
-		Last: t.cut.sent+size == e.size, Opcode: op, QN: wire.QueueSend, MSN: t.msn, MO: uint32(t.cut.sent),
-	}.Put(h[wire.FPDUHeaderLen:])
+	b.framed += len(h)
 	sum := uint32(0)
 	if q.crc {
 		sum = wire.UpdateCRC(0, h)
@@ -276,6 +326,33 @@ func (q *qp) cutFPDU(e *sendWR, size int) {
 	b.framed += wire.PutTrailer(b.frame[b.framed:], ulpdu, q.crc, sum)
 }
 
+// take returns the next n bytes of the frame.
+func (b *batch) take(n int) []byte {
+	b.framed += n
+	return b.frame[b.framed-n : b.framed]
+}
+
+// buffer returns memory for a payload, of the frame if it is small. What is not
+// must be added.
+func (b *batch) buffer(size int) []byte {
+	if size <= smallSGE {
+		return b.take(size)
+	}
+	b.lent[b.nlent] = pool.Get(size)
+	b.nlent++
+	return b.lent[b.nlent-1]
+}
+
+// trail adds the trailer of an FPDU with that header and payload.
+func (q *qp) trail(ulpdu int, header, payload []byte) {
+	b := &q.tx.batch
+	sum := uint32(0)
+	if q.crc {
+		sum = wire.UpdateCRC(wire.UpdateCRC(0, header), payload)
+	}
+	b.framed += wire.PutTrailer(b.frame[b.framed:], ulpdu, q.crc, sum)
+}
+
 func (b *batch) add(p []byte) {
 	if len(p) > 0 {
 		b.iov[b.n] = p
@@ -299,14 +376,17 @@ func (q *qp) dequeue() {
 	t.head = (t.head + 1) % len(t.queue)
 	t.n--
 	t.cut = cursor{}
+	t.reads.turn = true
 }
 
 // disown makes sure that nothing unsent is memory of PostSend's caller: it
 // copies what has begun to go out and small messages, and gives large messages
-// back. It returns how many it gave back, always the last ones.
+// back. It returns how many it gave back, always the last ones. While the queue
+// waits for the peer and not for the socket, nobody would say when to come again:
+// then it copies all.
 func (q *qp) disown() (back int) {
 	t := &q.tx
-	if !t.flushing {
+	if !t.flushing && t.n == 0 {
 		return 0
 	}
 	if t.batch.inline {
@@ -318,7 +398,7 @@ func (q *qp) disown() (back int) {
 			continue
 		}
 		begun := k == 0 && t.cut.sent > 0
-		if !begun && e.size > smallSend {
+		if !begun && e.size > smallSend && t.flushing {
 			back = t.n - k
 			t.n = k
 			return back
@@ -414,6 +494,7 @@ func (q *qp) sendFailed(err error) {
 func (q *qp) flushSends() {
 	t := &q.tx
 	t.state = halfDead
+	q.flushReads()
 	b := &t.batch
 	for i := range b.ndone {
 		q.flushSend(b.done[i].wrid, b.done[i].own)

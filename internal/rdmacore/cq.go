@@ -3,14 +3,24 @@
 package rdmacore
 
 /*
-#cgo noescape rn_poll_cq
-#cgo nocallback rn_poll_cq
+#cgo noescape poll_cq
+#cgo nocallback poll_cq
 #cgo noescape rn_req_notify_cq
 #cgo nocallback rn_req_notify_cq
 #cgo noescape rn_get_cq_event
 #cgo nocallback rn_get_cq_event
 #include <stdlib.h>
 #include "shim.h"
+
+// poll_cq tries a few times. Arguments that are no pointers save cgo checks.
+static int poll_cq(uintptr_t cq, int n, uintptr_t wc, int tries)
+{
+	int got = 0;
+
+	while (got == 0 && tries-- > 0)
+		got = rn_poll_cq((struct ibv_cq *)cq, n, (struct ibv_wc *)wc);
+	return got;
+}
 */
 import "C"
 
@@ -35,7 +45,8 @@ type cq struct {
 
 	mu    sync.Mutex // one Poll at a time; guards what follows
 	batch []C.struct_ibv_wc
-	qp    *qp // or nil
+	tries C.int // of the next Poll
+	qp    *qp   // or nil
 
 	file   *os.File
 	raw    syscall.RawConn
@@ -47,8 +58,14 @@ type cq struct {
 // pollBatch is how many completions one crossing into C takes.
 const pollBatch = 32
 
+// spinTries is how often a Poll that follows one in vain looks at the queue.
+const spinTries = 8
+
+// handle passes a pointer to C memory as a number.
+func handle(p unsafe.Pointer) C.uintptr_t { return C.uintptr_t(uintptr(p)) }
+
 func newCQ(d *device, depth int) (*cq, error) {
-	c := &cq{dev: d}
+	c := &cq{dev: d, tries: 1}
 	d.use()
 	ret := C.rn_create_cq(d.ctx, C.int(depth+1), &c.ch, &c.c)
 	if err := errnoOf(int(ret)); err != nil {
@@ -79,9 +96,14 @@ func (c *cq) Poll(wc []verbs.WC) (int, error) {
 	for n < len(wc) {
 		flushed := c.qp.flushed.Load() // before the device is found to be empty
 		want := min(len(wc)-n, len(c.batch))
-		got := int(C.rn_poll_cq(c.c, C.int(want), &c.batch[0]))
+		got := int(C.poll_cq(handle(unsafe.Pointer(c.c)), C.int(want), handle(unsafe.Pointer(&c.batch[0])), c.tries))
 		if got < 0 {
 			return n, opError("ibv_poll_cq", syscall.EIO)
+		}
+		// Who finds nothing and comes again, spins.
+		c.tries = 1
+		if n+got == 0 {
+			c.tries = spinTries
 		}
 		for k := range c.batch[:got] {
 			if c.qp.complete(&c.batch[k], &wc[n]) {

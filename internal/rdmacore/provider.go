@@ -229,15 +229,12 @@ func (p *pd) RegMR(b []byte, access verbs.Access) (verbs.MR, error) {
 	if len(b) == 0 {
 		return nil, fmt.Errorf("memory region of 0 bytes: %w", syscall.EINVAL)
 	}
-	if access&(verbs.AccessRemoteRead|verbs.AccessRemoteWrite) != 0 {
-		return nil, fmt.Errorf("remote access to memory: %w", errors.ErrUnsupported)
-	}
 	m := &mr{access: access}
 	ret := C.rn_reg_mr(p.c, unsafe.Pointer(&b[0]), C.size_t(len(b)), C.int(access), &m.c)
 	if err := errnoOf(int(ret)); err != nil {
 		return nil, opError("ibv_reg_mr", err)
 	}
-	m.lkey = uint32(m.c.lkey)
+	m.lkey, m.rkey = uint32(m.c.lkey), uint32(m.c.rkey)
 	return m, nil
 }
 
@@ -252,10 +249,12 @@ func (p *pd) Dealloc() error {
 type mr struct {
 	c      *C.struct_ibv_mr
 	lkey   uint32
+	rkey   uint32
 	access verbs.Access
 }
 
 func (m *mr) LKey() uint32         { return m.lkey }
+func (m *mr) RKey() uint32         { return m.rkey }
 func (m *mr) Access() verbs.Access { return m.access }
 
 func (m *mr) Dereg() error {

@@ -3,11 +3,22 @@
 package rdmacore
 
 /*
-#cgo noescape rn_post_send
-#cgo nocallback rn_post_send
-#cgo noescape rn_post_recv
-#cgo nocallback rn_post_recv
+#cgo noescape post_send
+#cgo nocallback post_send
+#cgo noescape post_recv
+#cgo nocallback post_recv
 #include "shim.h"
+
+// Arguments that are no pointers save cgo checks.
+static struct rn_posted post_send(uintptr_t qp, uintptr_t wr, int n)
+{
+	return rn_post_send((struct ibv_qp *)qp, (struct ibv_send_wr *)wr, n);
+}
+
+static struct rn_posted post_recv(uintptr_t qp, uintptr_t wr, int n)
+{
+	return rn_post_recv((struct ibv_qp *)qp, (struct ibv_recv_wr *)wr, n);
+}
 */
 import "C"
 
@@ -200,6 +211,9 @@ func (q *qp) postSends(wr []verbs.SendWR) (int, error) {
 		c := &s.wr[i]
 		c.wr_id = C.uint64_t((seq+uint64(i))<<1 | sendBit)
 		c.opcode = C.IBV_WR_SEND
+		if w.Op != verbs.WRSend {
+			setRemote(c, w)
+		}
 		c.send_flags = sendFlags(w)
 		c.sg_list = &s.sge[sges]
 		if w.Inline {
@@ -222,7 +236,7 @@ func (q *qp) postSends(wr []verbs.SendWR) (int, error) {
 		q.cq.Wake()
 		return len(wr), nil
 	}
-	got := C.rn_post_send(q.c, &s.wr[0], C.int(len(wr)))
+	got := C.post_send(handle(unsafe.Pointer(q.c)), handle(unsafe.Pointer(&s.wr[0])), C.int(len(wr)))
 	n := q.taken(int(got.n), int(got.err), len(wr))
 	s.tail.Store(seq + uint64(n))
 	if n == len(wr) {
@@ -266,7 +280,20 @@ func sendFlags(w *verbs.SendWR) C.uint {
 	if w.Inline {
 		f |= C.IBV_SEND_INLINE
 	}
+	if w.Fence {
+		f |= C.IBV_SEND_FENCE
+	}
 	return f
+}
+
+// setRemote makes a request an RDMA WRITE or READ of the peer's memory.
+func setRemote(c *C.struct_ibv_send_wr, w *verbs.SendWR) {
+	c.opcode = C.IBV_WR_RDMA_WRITE
+	if w.Op == verbs.WRRDMARead {
+		c.opcode = C.IBV_WR_RDMA_READ
+	}
+	rdma := (*C.struct_rn_rdma)(unsafe.Pointer(&c.unused))
+	rdma.remote_addr, rdma.rkey = C.uint64_t(w.RemoteAddr), C.uint32_t(w.RKey)
 }
 
 func copyInline(dst []byte, sgl []verbs.SGE) int {
@@ -315,7 +342,7 @@ func (q *qp) postRecvs(wr []verbs.RecvWR) (int, error) {
 		q.cq.Wake()
 		return len(wr), nil
 	}
-	got := C.rn_post_recv(q.c, &r.wr[0], C.int(len(wr)))
+	got := C.post_recv(handle(unsafe.Pointer(q.c)), handle(unsafe.Pointer(&r.wr[0])), C.int(len(wr)))
 	n := q.taken(int(got.n), int(got.err), len(wr))
 	r.tail.Store(seq + uint64(n))
 	if n == len(wr) {

@@ -190,6 +190,8 @@ func (e Endpoint) String() string {
 
 // PD is a protection domain, ibv_alloc_pd(3).
 type PD interface {
+	// RegMR is ibv_reg_mr(3). Peers of the domain's queue pairs may access the
+	// region as far as access says: remote writing also needs local writing.
 	RegMR(b []byte, access Access) (MR, error)
 	Dealloc() error
 }
@@ -207,6 +209,9 @@ const (
 // MR is a memory region, ibv_reg_mr(3).
 type MR interface {
 	LKey() uint32
+	// RKey is the key that names the region to peers. It is of use to them as far
+	// as the region grants remote access.
+	RKey() uint32
 	Access() Access
 	Dereg() error
 }
@@ -261,14 +266,43 @@ type SGE struct {
 	LKey uint32
 }
 
-// SendWR is a SEND work request. WRID must be unique among the requests
-// outstanding on the queue.
+// SendWR is a work request of the send queue, ibv_send_wr. WRID must be unique
+// among the requests outstanding on the queue, which complete in order.
 type SendWR struct {
 	WRID      uint64
-	SGL       []SGE
-	Signaled  bool // report success; failures are always reported
-	Solicited bool // wake a receiver that armed for solicited completions
-	Inline    bool
+	SGL       []SGE // at most one entry for an RDMA READ, whose data it receives
+	Signaled  bool  // report success; failures are always reported
+	Solicited bool  // of a SEND: wake a receiver that armed for solicited completions
+	Inline    bool  // not for an RDMA READ
+	Op        WROp
+	Fence     bool // begin only when the RDMA READs before it have completed
+
+	// The peer's memory, for RDMA WRITE and RDMA READ. A request of no bytes
+	// touches none, and these mean nothing.
+	RemoteAddr uint64
+	RKey       uint32
+}
+
+// WROp is what a request of the send queue does, an ibv_wr_opcode.
+type WROp uint8
+
+// The operations of a send queue.
+const (
+	WRSend      WROp = iota // takes a receive of the peer's
+	WRRDMAWrite             // writes into the peer's memory, unnoticed by the peer
+	WRRDMARead              // reads the peer's memory, unnoticed by the peer
+)
+
+func (o WROp) String() string {
+	switch o {
+	case WRSend:
+		return "SEND"
+	case WRRDMAWrite:
+		return "RDMA WRITE"
+	case WRRDMARead:
+		return "RDMA READ"
+	}
+	return fmt.Sprintf("operation %d", uint8(o))
 }
 
 // RecvWR is a receive work request with room for one message.
@@ -306,8 +340,8 @@ func (o Op) String() string {
 type ConnParam struct {
 	PrivateData []byte // at most MaxPrivateData bytes
 
-	ResponderResources uint8 // inbound RDMA READs; streams use none
-	InitiatorDepth     uint8 // outbound RDMA READs; streams use none
+	ResponderResources uint8 // RDMA READs that the peer may have outstanding; streams use none
+	InitiatorDepth     uint8 // RDMA READs that this side may have outstanding; streams use none
 	RetryCount         uint8 // transport retries, 0 to 7; Soft-RoCE takes 7 to be for ever
 	RNRRetryCount      uint8 // receiver-not-ready retries, 0 to 7; 7 is for ever
 

@@ -34,6 +34,8 @@ type Provider struct {
 	qps        map[uint32]*qp
 	live       map[string]int
 	options    map[string]any
+	regions    map[uint32]*mr
+	remote     bool
 	violations []string
 	serial     uint32
 	dev        *device
@@ -47,6 +49,7 @@ func New() *Provider {
 		qps:       make(map[uint32]*qp),
 		live:      make(map[string]int),
 		options:   make(map[string]any),
+		regions:   make(map[uint32]*mr),
 	}
 	p.dev = &device{p}
 	return p
@@ -90,6 +93,13 @@ func (p *Provider) Option(op string) any {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	return p.options[op]
+}
+
+// AllowRemoteAccess makes it no violation to register memory with remote access.
+func (p *Provider) AllowRemoteAccess() {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.remote = true
 }
 
 // Inject puts a completion of the test's own into the CQ of a queue pair.
@@ -199,11 +209,13 @@ func (d *pd) RegMR(b []byte, access verbs.Access) (verbs.MR, error) {
 	if err := d.p.try("reg mr"); err != nil {
 		return nil, err
 	}
-	d.p.demand(access == verbs.AccessLocalWrite, "memory registered with access %#x", access)
+	d.p.demand(access == verbs.AccessLocalWrite || d.p.remote, "memory registered with access %#x", access)
 	d.mrs++
 	d.p.live["mr"]++
 	d.p.serial++
-	return &mr{d, d.p.serial, access}, nil
+	m := &mr{d, b, d.p.serial, access}
+	d.p.regions[m.key] = m
+	return m, nil
 }
 
 func (d *pd) Dealloc() error {
@@ -219,11 +231,13 @@ func (d *pd) Dealloc() error {
 
 type mr struct {
 	pd     *pd
-	lkey   uint32
+	mem    []byte
+	key    uint32
 	access verbs.Access
 }
 
-func (m *mr) LKey() uint32         { return m.lkey }
+func (m *mr) LKey() uint32         { return m.key }
+func (m *mr) RKey() uint32         { return m.key }
 func (m *mr) Access() verbs.Access { return m.access }
 
 func (m *mr) Dereg() error {
@@ -234,6 +248,7 @@ func (m *mr) Dereg() error {
 	}
 	m.pd.mrs--
 	m.pd.p.live["mr"]--
+	delete(m.pd.p.regions, m.key)
 	return nil
 }
 

@@ -224,8 +224,18 @@ func (q *qp) progress() {
 		q.flush()
 		return
 	}
-	for q.peer != nil && !q.peer.bad && q.sends.n > 0 && q.peer.recvs.n > 0 {
-		s, r := q.sends.front(), *q.peer.recvs.front()
+	for q.peer != nil && !q.peer.bad && q.sends.n > 0 {
+		s := q.sends.front()
+		if s.wr.Op != verbs.WRSend {
+			if !q.access(s) {
+				return
+			}
+			continue
+		}
+		if q.peer.recvs.n == 0 {
+			return
+		}
+		r := *q.peer.recvs.front()
 		n := 0
 		for _, e := range s.sgl {
 			n += len(e.Data)
