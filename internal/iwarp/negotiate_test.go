@@ -1,6 +1,7 @@
 package iwarp
 
 import (
+	"fmt"
 	"net"
 	"testing"
 
@@ -149,4 +150,70 @@ func bytes5000(s string) (b []byte) {
 		b = append(b, s...)
 	}
 	return b
+}
+
+// RFC 5044 section 7.1: there are at most 512 bytes. A frame with more is not
+// answered, not by a Terminate either: only a connection can be terminated.
+func TestPrivateDataHasLimits(t *testing.T) {
+	for _, n := range []int{0, 512, 513} {
+		f := wire.SetupFrame{Revision: 1, PrivateData: randomBytes(min(n, 512))}
+		frame := func(reply bool) []byte {
+			f.Reply = reply
+			b := setupBytes(t, f)
+			b[lengthAt], b[lengthAt+1] = byte(n>>8), byte(n)
+			return append(b, make([]byte, n-len(f.PrivateData))...)
+		}
+		t.Run(fmt.Sprint("request/", n), func(t *testing.T) {
+			leaksNoDescriptor(t)
+			ch := newChannel(t)
+			p := dialPeer(t, listenOn(t, ch, "127.0.0.1:0", 1).LocalAddr())
+			p.write(frame(false))
+			if n > 512 {
+				_, err := p.Read(make([]byte, 1))
+				require.Error(t, err)
+				require.False(t, isTimeout(err))
+				nothingMore(t, ch)
+				return
+			}
+			ev := next(t, ch, verbs.EventConnectRequest)
+			require.Len(t, ev.PrivateData, n)
+			require.Equal(t, string(f.PrivateData), string(ev.PrivateData))
+			e := accept(t, ch, ev, 100, verbs.ConnParam{})
+			next(t, ch, verbs.EventEstablished)
+			require.False(t, p.readSetup(true).Reject)
+			alive(e, p)
+		})
+		t.Run(fmt.Sprint("reply/", n), func(t *testing.T) {
+			leaksNoDescriptor(t)
+			ln, err := net.Listen("tcp", "127.0.0.1:0")
+			require.NoError(t, err)
+			defer ln.Close()
+			ch := newChannel(t)
+			e := resolved(t, ch, ln.Addr().(*net.TCPAddr).AddrPort())
+			e.createQP(100)
+			require.NoError(t, e.id.Connect(verbs.ConnParam{MPARevision: 1}))
+			c, err := ln.Accept()
+			require.NoError(t, err)
+			p := newPeer(t, c.(*net.TCPConn))
+			p.readSetup(false)
+			p.write(frame(true))
+			if n > 512 {
+				require.ErrorContains(t, next(t, ch, verbs.EventConnectError).Err, "private data length is 513")
+				_, err := p.Read(make([]byte, 1))
+				require.Error(t, err)
+				require.False(t, isTimeout(err))
+				e.settles()
+				return
+			}
+			require.Equal(t, string(f.PrivateData), string(next(t, ch, verbs.EventEstablished).PrivateData))
+			alive(e, p)
+		})
+	}
+}
+
+// alive fails the test unless a message gets through.
+func alive(e *end, p *peer) {
+	p.writeFPDU(fpdu{sendHeader(1, 0, true), []byte("alive")})
+	eventually(e.t, "the message", func() bool { e.poll(); return len(e.got) == 1 })
+	require.Equal(e.t, "alive", string(e.got[0]))
 }

@@ -228,6 +228,7 @@ func TestTheEndOfAStreamIsInOrderOnlyBetweenMessages(t *testing.T) {
 		small := makeFPDU(crc, sendHeader(1, 0, true), []byte("hello"))
 		large := makeFPDU(crc, sendHeader(1, 0, true), make([]byte, faultBlock))
 		part := makeFPDU(crc, sendHeader(1, 0, false), nil)
+		unfinished := makeFPDU(crc, tagged(wire.OpWrite, 1, 2, false, nil).Header, nil)
 		for _, c := range []struct {
 			name    string
 			stream  []byte
@@ -246,6 +247,7 @@ func TestTheEndOfAStreamIsInOrderOnlyBetweenMessages(t *testing.T) {
 			{"in a long payload", large[:2900], 0, false},
 			{"in a long payload's trailer", large[:len(large)-1], 0, false},
 			{"between segments", part, 0, false},
+			{"between segments of an RDMA Write", unfinished, 0, false},
 			{"in the next length", append(bytes.Clone(small), 0), 1, false},
 		} {
 			for _, reset := range []bool{false, true} {

@@ -544,6 +544,7 @@ func TestWorkRequestsOutsideRegisteredMemoryAreRefused(t *testing.T) {
 	gone := regMR(t, q.pd, mem, verbs.AccessLocalWrite)
 	require.NoError(t, gone.Dereg())
 	require.ErrorIs(t, gone.Dereg(), syscall.EINVAL)
+	foreign := regMR(t, &pd{}, mem, verbs.AccessLocalWrite)
 	for _, c := range []struct {
 		name       string
 		sge        verbs.SGE
@@ -554,8 +555,9 @@ func TestWorkRequestsOutsideRegisteredMemoryAreRefused(t *testing.T) {
 		{"around it", verbs.SGE{Data: mem, LKey: region.LKey()}, syscall.EFAULT, syscall.EFAULT},
 		{"longer than it", verbs.SGE{Data: mem[100:300], LKey: region.LKey()}, syscall.EFAULT, syscall.EFAULT},
 		{"no key", verbs.SGE{Data: mem[100:200]}, syscall.EFAULT, syscall.EFAULT},
-		{"key of none", verbs.SGE{Data: mem[100:200], LKey: 99 << 8}, syscall.EFAULT, syscall.EFAULT},
+		{"key of none", verbs.SGE{Data: mem[100:200], LKey: 1 << 31}, syscall.EFAULT, syscall.EFAULT},
 		{"key off by one", verbs.SGE{Data: mem[100:200], LKey: region.LKey() + 1}, syscall.EFAULT, syscall.EFAULT},
+		{"of another PD", verbs.SGE{Data: mem[100:200], LKey: foreign.LKey()}, syscall.EFAULT, syscall.EFAULT},
 		{"deregistered", verbs.SGE{Data: mem[100:200], LKey: gone.LKey()}, syscall.EFAULT, syscall.EFAULT},
 		{"not writable", verbs.SGE{Data: mem[100:200], LKey: readOnly.LKey()}, nil, syscall.EFAULT},
 		{"all of it", verbs.SGE{Data: mem[100:200], LKey: region.LKey()}, nil, nil},
