@@ -84,6 +84,7 @@ func (c *Conn) post(wrs []qp.SendWR, block *qp.Buffer) (int, error) {
 	c.mu.Unlock()
 	setCredits(wrs[0].SGL[0].Data, credits)
 	n, err := c.qp.PostSend(wrs)
+	t.asked.Store(true)
 	c.stats.framesSent.Add(uint64(n))
 	if n < len(wrs) {
 		c.mu.Lock()

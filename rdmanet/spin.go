@@ -10,10 +10,11 @@ import (
 )
 
 // Spinning: on a device a wake-up takes longer than a message, so whoever waits
-// polls for a moment before it parks. That is worth it while the peer answers
-// within that moment, and costs a core when it does not; so a connection stops
-// after a few misses, and tries again ever more rarely. Nor do more than half of
-// the process's threads spin at a time.
+// polls for a moment before it parks. That is worth it for whoever has sent
+// something and waits for the answer, while the peer answers within that moment.
+// It costs a core when it does not; so a connection stops after some misses, and
+// tries again ever more rarely. Nor do more than half of the process's threads spin
+// at a time.
 
 // spinner decides whether to spin. Only the leader uses it.
 type spinner struct {
@@ -71,7 +72,7 @@ var (
 // whether w is ready.
 func (c *Conn) spin(w *waiter) bool {
 	s := &c.wait.spin
-	if !s.worthwhile() {
+	if w != &c.wait.read || !c.tx.asked.Swap(false) || !s.worthwhile() {
 		return false
 	}
 	defer spinning.Add(-1)

@@ -43,6 +43,7 @@ type txState struct {
 	lastPost time.Time // of a small write
 
 	answers    atomic.Bool // something was read since the last small write
+	asked      atomic.Bool // something was sent since the last wait in a read
 	creditLate atomic.Bool // a CREDIT frame found the send queue full
 	isOpen     atomic.Bool // open != nil
 	delay      atomic.Bool // SetNoDelay(false)
