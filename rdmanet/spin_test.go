@@ -28,25 +28,48 @@ func TestSpinnerGivesUpAndTriesAgain(t *testing.T) {
 	require.False(t, (&spinner{limit: -1}).worthwhile())
 }
 
-// TestNotAllSpin: more connections wait than may spin.
+// TestNotAllSpin: more connections wait for an answer than may spin; and who waits
+// for no answer does not.
 func TestNotAllSpin(t *testing.T) {
 	checkLeaks(t)
 	was := maxSpinning
 	defer func() { maxSpinning = was }()
-	for _, maxSpinning = range []int32{0, 1} {
-		cfg := Config{Spin: time.Hour}
-		l := listen(t, ListenConfig{Config: cfg})
-		for range 3 {
-			a, b := pairOn(t, cfg, l)
-			closeLater(t, a, b)
-			go func() { _, _ = a.Read(make([]byte, 1)) }()
-			time.AfterFunc(20*time.Millisecond, func() { _, _ = b.Write([]byte("x")) })
-			eventually(t, func() bool { return a.Stats().BytesRead == 1 }, "it arrives")
-			if maxSpinning == 0 {
-				require.Zero(t, a.Stats().SpinHits+b.Stats().SpinHits)
+	cfg := Config{Spin: time.Hour}
+	l := listen(t, ListenConfig{Config: cfg})
+	for _, asked := range []bool{true, false} {
+		for _, maxSpinning = range []int32{1, 0} {
+			var waiting, others []*Conn
+			for range 3 {
+				a, b := pairOn(t, cfg, l)
+				closeLater(t, a, b)
+				if asked {
+					write(t, a, []byte("?"))
+				}
+				go func() { _, _ = a.Read(make([]byte, 1)) }()
+				waiting, others = append(waiting, a), append(others, b)
 			}
+			want := maxSpinning
+			if !asked {
+				want = 0
+			}
+			eventually(t, func() bool {
+				parked := 0
+				for _, c := range waiting {
+					if c.Stats().Parks > 0 {
+						parked++
+					}
+				}
+				return parked == len(waiting)-int(want)
+			}, "all but %d park", want)
+			require.Equal(t, want, spinning.Load())
+			hits := uint64(0)
+			for i, c := range waiting {
+				write(t, others[i], []byte("!"))
+				eventually(t, func() bool { return c.Stats().BytesRead == 1 }, "it arrives")
+				hits += c.Stats().SpinHits
+			}
+			require.EqualValues(t, want, hits)
 		}
-		require.Zero(t, spinning.Load())
 	}
 }
 

@@ -254,8 +254,8 @@ struct ibv_qp_attr {
 
 // ibv_post_send(3), ibv_post_recv(3)
 
-enum { IBV_WR_RDMA_WRITE = 0, IBV_WR_SEND = 2 };
-enum { IBV_SEND_SIGNALED = 1 << 1, IBV_SEND_SOLICITED = 1 << 2, IBV_SEND_INLINE = 1 << 3 };
+enum { IBV_WR_RDMA_WRITE = 0, IBV_WR_SEND = 2, IBV_WR_RDMA_READ = 4 };
+enum { IBV_SEND_FENCE = 1 << 0, IBV_SEND_SIGNALED = 1 << 1, IBV_SEND_SOLICITED = 1 << 2, IBV_SEND_INLINE = 1 << 3 };
 
 struct ibv_sge {
 	uint64_t addr;
@@ -271,7 +271,14 @@ struct ibv_send_wr {
 	int opcode;
 	unsigned int send_flags;
 	uint32_t imm_data;
-	uint64_t unused[11]; // what SEND doesn't use: addresses of the peer's memory, ...
+	union {
+		struct rn_rdma {
+			uint64_t remote_addr;
+			uint32_t rkey;
+		} rdma;
+		uint64_t atomic[4];
+	} wr;
+	uint64_t unused[7];
 };
 
 struct ibv_recv_wr {

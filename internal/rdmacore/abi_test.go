@@ -84,6 +84,7 @@ func abiFacts(text string) (facts []string) {
 				fmt.Sprintf("sizeof(((%s *)0)->%s)", name, field))
 		}
 	}
+	facts = append(facts, "offsetof(struct ibv_send_wr, wr.rdma.remote_addr)", "offsetof(struct ibv_send_wr, wr.rdma.rkey)")
 	facts = append(facts, "offsetof(struct rdma_cm_event, param.conn)", "offsetof(struct rdma_addr, addr.ibaddr)")
 	for _, m := range abiEnum.FindAllStringSubmatch(text, -1) {
 		for _, c := range abiConst.FindAllStringSubmatch(m[1], -1) {

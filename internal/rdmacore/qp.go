@@ -292,7 +292,7 @@ func setRemote(c *C.struct_ibv_send_wr, w *verbs.SendWR) {
 	if w.Op == verbs.WRRDMARead {
 		c.opcode = C.IBV_WR_RDMA_READ
 	}
-	rdma := (*C.struct_rn_rdma)(unsafe.Pointer(&c.unused))
+	rdma := (*C.struct_rn_rdma)(unsafe.Pointer(&c.wr))
 	rdma.remote_addr, rdma.rkey = C.uint64_t(w.RemoteAddr), C.uint32_t(w.RKey)
 }
 

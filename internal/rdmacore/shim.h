@@ -65,15 +65,6 @@ int rn_poll_cq(struct ibv_cq *cq, int n, struct ibv_wc *wc);
 int rn_req_notify_cq(struct ibv_cq *cq, int solicited_only);
 int rn_qp_to_error(struct ibv_qp *qp);
 
-// What verbs.h has beside abi.h's for RDMA WRITE and READ: of enum ibv_wr_opcode
-// and enum ibv_send_flags, and wr.rdma, where ibv_send_wr is unused.
-enum { IBV_WR_RDMA_READ = 4 };
-enum { IBV_SEND_FENCE = 1 << 0 };
-struct rn_rdma {
-	uint64_t remote_addr;
-	uint32_t rkey;
-};
-
 // What a post took, and why not the rest.
 struct rn_posted {
 	int n;
