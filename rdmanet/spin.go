@@ -98,9 +98,14 @@ func (c *Conn) pollFor(w *waiter, limit time.Duration) bool {
 				return true
 			}
 		}
-		if start.IsZero() {
+		switch {
+		case w.ready(): // somebody else polled
+			return true
+		case c.interrupted(w) != nil:
+			return false
+		case start.IsZero():
 			start = time.Now()
-		} else if time.Since(start) >= limit {
+		case time.Since(start) >= limit:
 			return false
 		}
 	}

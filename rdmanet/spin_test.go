@@ -73,6 +73,29 @@ func TestNotAllSpin(t *testing.T) {
 	}
 }
 
+// TestSpinningIsInterrupted by the deadline and Close, however long it may last.
+func TestSpinningIsInterrupted(t *testing.T) {
+	checkLeaks(t)
+	was := maxSpinning
+	defer func() { maxSpinning = was }()
+	maxSpinning = 1
+	a, _ := open(t, Config{Spin: time.Hour})
+	for _, end := range []func(){func() { _ = a.SetReadDeadline(time.Now()) }, func() { _ = a.Close() }} {
+		_ = a.SetReadDeadline(time.Time{})
+		write(t, a, []byte("?"))
+		ended := make(chan error, 1)
+		go func() {
+			_, err := a.Read(make([]byte, 1))
+			ended <- err
+		}()
+		eventually(t, func() bool { return spinning.Load() == 1 }, "it spins")
+		within(t, patience, func() {
+			end()
+			require.Error(t, <-ended)
+		})
+	}
+}
+
 func TestWakeUpTakesTime(t *testing.T) {
 	checkLeaks(t)
 	require.Positive(t, wakeUp())
