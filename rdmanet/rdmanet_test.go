@@ -196,9 +196,14 @@ func pairOn(t testing.TB, cfg Config, l net.Listener) (dialed, accepted *Conn) {
 	}()
 	d, err := (&Dialer{Config: cfg}).DialContext(context.Background(), "rdma", l.Addr().String())
 	require.NoError(t, err)
-	r := <-got
-	require.NoError(t, r.err)
-	return d.(*Conn), r.c.(*Conn)
+	select {
+	case r := <-got:
+		require.NoError(t, r.err)
+		return d.(*Conn), r.c.(*Conn)
+	case <-time.After(patience):
+		t.Fatal("dialed, and never accepted")
+		return nil, nil
+	}
 }
 
 // open is pair with both ends closed when the test ends.

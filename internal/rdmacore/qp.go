@@ -355,18 +355,19 @@ func (q *qp) postRecvs(wr []verbs.RecvWR) (int, error) {
 // The CQ's lock is held.
 func (q *qp) complete(c *C.struct_ibv_wc, wc *verbs.WC) bool {
 	number := uint64(c.wr_id)
+	status := verbs.Status(c.status)
+	if q.dev.quirk == quirkSIW && status == verbs.StatusLocQPOpErr {
+		status = verbs.StatusWRFlushErr
+	}
 	if number == probeWRID {
-		q.keep.answered(verbs.Status(c.status))
+		q.keep.answered(status)
 		return false
 	}
-	*wc = verbs.WC{Status: verbs.Status(c.status)}
+	*wc = verbs.WC{Status: status}
 	w := &q.send.workQueue
 	if number&1 == recvBit {
 		wc.Op = verbs.OpRecv
 		w = &q.recv.workQueue
-	}
-	if q.dev.quirk == quirkSIW && wc.Status == verbs.StatusLocQPOpErr {
-		wc.Status = verbs.StatusWRFlushErr
 	}
 	seq := number >> 1
 	wc.WRID = w.wrid[seq&w.mask]
