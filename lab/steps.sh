@@ -14,10 +14,24 @@ step() {
 		PASSED=$((PASSED + 1))
 		printf 'ok    %s (%d s)%s\n' "$name" $((SECONDS - start)) "$(note)"
 	else
-		FAILURES+=("$name")
+		FAILURES+=("$name$(failed_tests)")
 		printf 'FAIL  %s (%d s), status %d:\n' "$name" $((SECONDS - start)) "$status"
-		grep -avE '^ *(=== (RUN|PAUSE|CONT|NAME)|--- PASS)' "$WORK/step" | tail -n 400 | sed 's/^/      /'
+		of_failed_tests <"$WORK/step" | tail -n 400 | sed 's/^/      /'
 	fi
+}
+
+# failed_tests: the names of the Go tests that failed in the step
+failed_tests() { sed -n 's/^ *--- FAIL: \([^ ]*\).*/, \1/p' "$WORK/step" | sort -u | head -n 10 | tr -d '\n'; }
+
+# of_failed_tests: of what go test -v prints, what belongs to no test, or to one that failed or did not end. Other output is left as it is.
+of_failed_tests() {
+	awk '
+		/^=== [A-Z]+ / { test = $3; next }
+		/^ *--- (PASS|SKIP|FAIL): / { test = $3 }
+		/^ *--- FAIL: / { failed[$3] = 1 }
+		/^(PASS|FAIL|panic: |fatal error: |SIG[A-Z]*: )/ { test = "" }
+		{ line[NR] = $0; of[NR] = test }
+		END { failed[test] = 1; for (i = 1; i <= NR; i++) if (i in line && (of[i] == "" || of[i] in failed)) print line[i] }'
 }
 
 # in_background COMMAND...: runs it and returns its status. A shell that waits takes signals at once; end_run ends CHILD.
