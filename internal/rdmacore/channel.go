@@ -125,6 +125,9 @@ func (c *eventChannel) fetch() (*verbs.Event, error) {
 	}
 	if subject != nil { // nil: it is being destroyed
 		ev.ID = subject
+		if ev.Type == verbs.EventEstablished && subject.qp != nil {
+			subject.qp.reads = e.reads > 0
+		}
 		subject.advance(ev)
 	}
 	return ev, nil

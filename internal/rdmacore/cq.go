@@ -45,8 +45,9 @@ type cq struct {
 
 	mu    sync.Mutex // one Poll at a time; guards what follows
 	batch []C.struct_ibv_wc
-	tries C.int // of the next Poll
-	qp    *qp   // or nil
+	tries C.int      // of the next Poll
+	early []verbs.WC // taken from the device before anybody polled
+	qp    *qp        // or nil
 
 	file   *os.File
 	raw    syscall.RawConn
@@ -89,6 +90,24 @@ func newCQ(d *device, depth int) (*cq, error) {
 func (c *cq) Poll(wc []verbs.WC) (int, error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
+	if n := copy(wc, c.early); n > 0 {
+		c.early = c.early[n:]
+		return n, nil
+	}
+	return c.poll(wc)
+}
+
+// gather takes from the device what is there, for the next Poll. c.mu is held.
+func (c *cq) gather() {
+	var wc [pollBatch]verbs.WC
+	for n := len(wc); n == len(wc); {
+		n, _ = c.poll(wc[:]) // whoever polls will see the error
+		c.early = append(c.early, wc[:n]...)
+	}
+}
+
+// poll is Poll of the device. c.mu is held.
+func (c *cq) poll(wc []verbs.WC) (int, error) {
 	if c.qp == nil {
 		return 0, nil
 	}

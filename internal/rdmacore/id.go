@@ -204,8 +204,9 @@ func (i *id) Connect(p verbs.ConnParam) error {
 	data, n := privateData(p.PrivateData)
 	ch := i.lockChannel()
 	i.dialing = true
+	depth := i.qp.depth(p)
 	ch.mu.Unlock()
-	ret := C.rn_connect(i.c, data, n, C.uint8_t(p.ResponderResources), C.uint8_t(p.InitiatorDepth),
+	ret := C.rn_connect(i.c, data, n, C.uint8_t(p.ResponderResources), depth,
 		C.uint8_t(p.RetryCount), C.uint8_t(p.RNRRetryCount))
 	err := opError(op, errnoOf(int(ret)))
 	if t, later := connectFailure(err); later {
@@ -220,7 +221,10 @@ func (i *id) Connect(p verbs.ConnParam) error {
 func (i *id) Accept(p verbs.ConnParam) error {
 	data, n := privateData(p.PrivateData)
 	return i.call("rdma_accept", func() C.int {
-		return C.rn_accept(i.c, data, n, C.uint8_t(p.ResponderResources), C.uint8_t(p.InitiatorDepth),
+		ch := i.lockChannel()
+		depth := i.qp.depth(p)
+		ch.mu.Unlock()
+		return C.rn_accept(i.c, data, n, C.uint8_t(p.ResponderResources), depth,
 			C.uint8_t(p.RetryCount), C.uint8_t(p.RNRRetryCount))
 	})
 }
@@ -335,10 +339,9 @@ func (i *id) Device() verbs.Device {
 	return deviceOf(ctx)
 }
 
-// SetKeepAlive sets how often an idle connection is probed with an RDMA WRITE of
-// no bytes, which the peer's adapter answers and its program doesn't notice. One
-// that stays unanswered, by the transport's own retries, ends the connection.
-// Interval and Count are the transport's. iWARP devices have no such thing.
+// SetKeepAlive sets when a quiet peer is probed and given up, if that isn't earlier,
+// when the transport's own retries are over. It fails on a connection whose iWARP
+// peer answers no RDMA READs.
 func (i *id) SetKeepAlive(k net.KeepAliveConfig) error {
 	ch := i.lockChannel()
 	defer ch.mu.Unlock()
@@ -346,11 +349,12 @@ func (i *id) SetKeepAlive(k net.KeepAliveConfig) error {
 	if i.qp == nil {
 		return nil
 	}
-	if i.qp.dev.iwarp && k.Enable {
-		return fmt.Errorf("keepalive on an iWARP device: %w (%w)", errors.ErrUnsupported, syscall.EOPNOTSUPP)
+	if !i.connected {
+		return nil
 	}
-	if i.connected {
-		i.qp.keep.set(k)
+	i.qp.keep.set(k)
+	if k.Enable && !i.qp.canProbe() {
+		return fmt.Errorf("keepalive with an iWARP peer that answers no RDMA READs: %w (%w)", errors.ErrUnsupported, syscall.EOPNOTSUPP)
 	}
 	return nil
 }

@@ -8,6 +8,7 @@ package rdmacore
 import "C"
 
 import (
+	"cmp"
 	"fmt"
 	"net"
 	"sync"
@@ -17,41 +18,82 @@ import (
 	"github.com/rdmanet/rdmanet/internal/verbs"
 )
 
-// keepAlive probes an idle peer with an RDMA WRITE of no bytes: its adapter
-// acknowledges it, and neither its program nor its memory notices. One probe is
-// outstanding at a time; the send queue and the CQ have an entry more for it.
+// keepAlive probes a quiet peer with a request of no bytes, which its adapter
+// answers, and neither its program nor its memory notices. On InfiniBand and RoCE
+// it is an RDMA WRITE, since adapters acknowledge what they have received, and
+// give a connection up when nothing is acknowledged. On iWARP a WRITE is done when
+// TCP has taken it, so there it is an RDMA READ, whose response proves that the
+// peer is there. One probe is outstanding at a time, which the transport sends
+// again as often as it takes; the send queue and the CQ have an entry more for it.
+//
+// Lock order: the CQ's lock or the channel's → mu.
 type keepAlive struct {
 	qp *qp
 
 	mu          sync.Mutex
-	timer       *time.Timer
-	stopped     bool // for good
+	timer       *time.Timer // of the next tick; nil while there is none
+	nudger      *time.Timer // of the next nudge
+	stopped     bool        // for good
 	period      time.Duration
-	posts       uint64 // of the queue pair, at the last tick
+	patience    time.Duration // for the answer to a probe
 	outstanding bool
+	since       time.Time // of the post of what is outstanding, or of a later sign of life
+	answers     uint64    // probes answered
+	last        signs     // at the last tick
 }
 
-// defaultIdle is that of package net.
-const defaultIdle = 15 * time.Second
+// signs of life, counted.
+type signs struct {
+	received uint64 // receives that the device has completed
+	answers  uint64
+	posts    uint64 // of sends, where the device finds out what becomes of them
+}
 
+// Defaults of package net.
+const (
+	defaultIdle     = 15 * time.Second
+	defaultInterval = 15 * time.Second
+	defaultCount    = 9
+)
+
+// set starts it, or changes it, or ends it. A peer that was quiet for Idle at most
+// is probed; one that has not answered Interval times Count later is gone.
 func (k *keepAlive) set(c net.KeepAliveConfig) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
-	if k.stopped || k.qp.dev.iwarp {
+	if k.stopped {
 		return
 	}
 	if k.timer != nil {
 		k.timer.Stop()
 		k.timer = nil
 	}
-	if !c.Enable || c.Idle < 0 {
+	if !c.Enable || c.Idle < 0 || !k.qp.canProbe() {
 		return
 	}
-	if k.period = c.Idle; k.period == 0 {
-		k.period = defaultIdle
+	// Who was quiet from one tick to the next is probed.
+	k.period = max(cmp.Or(c.Idle, defaultIdle)/2, time.Millisecond)
+	interval, count := cmp.Or(c.Interval, defaultInterval), cmp.Or(c.Count, defaultCount)
+	k.patience = max(interval, 0) * time.Duration(max(count, 0))
+	if c.Interval < 0 || c.Count < 0 { // as in package net: left as it is
+		k.patience = defaultInterval * defaultCount
 	}
-	k.posts = k.qp.send.posts.Load()
+	k.since = time.Now()
 	k.timer = time.AfterFunc(k.period, k.tick)
+}
+
+// canProbe reports whether there is a probe that proves anything: an iWARP peer
+// must have said that it answers RDMA READs.
+// The channel's lock is held.
+func (q *qp) canProbe() bool { return !q.dev.iwarp || q.reads }
+
+// depth is how many RDMA READs to ask for: on iWARP a probe is one. q may be nil.
+func (q *qp) depth(p verbs.ConnParam) C.uint8_t {
+	depth := p.InitiatorDepth
+	if q != nil && q.dev.iwarp {
+		depth = max(depth, 1)
+	}
+	return C.uint8_t(depth)
 }
 
 // stop ends it for good. When it returns, no probe is being posted.
@@ -59,30 +101,57 @@ func (k *keepAlive) stop() {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	k.stopped = true
-	if k.timer != nil {
-		k.timer.Stop()
-		k.timer = nil
+	for _, t := range []*time.Timer{k.timer, k.nudger} {
+		if t != nil {
+			t.Stop()
+		}
+	}
+	k.timer, k.nudger = nil, nil
+}
+
+// tick probes a quiet peer, and gives up one that does not answer.
+func (k *keepAlive) tick() {
+	received := k.qp.received()
+	if k.look(received) {
+		k.qp.lost(fmt.Errorf("keepalive: no answer: %w", syscall.ETIMEDOUT))
 	}
 }
 
-// tick probes if nothing was sent for a period.
-func (k *keepAlive) tick() {
+// look is tick with the lock held. It reports whether the peer is gone.
+func (k *keepAlive) look(received uint64) (gone bool) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	if k.timer == nil {
-		return
+		return false
 	}
-	posts := k.qp.send.posts.Load()
-	if posts == k.posts {
-		k.probe()
+	now := signs{received: received, answers: k.answers}
+	if !k.qp.dev.iwarp {
+		now.posts = k.qp.send.posts.Load()
 	}
-	k.posts = posts
-	k.timer.Reset(k.period)
+	if now.received != k.last.received || now.answers != k.last.answers {
+		k.since = time.Now()
+	}
+	next := k.period
+	switch {
+	case !k.outstanding:
+		if now == k.last {
+			k.probe()
+			next = min(next, k.patience)
+		}
+	case time.Since(k.since) >= k.patience:
+		k.timer = nil
+		return true
+	default:
+		next = min(next, time.Until(k.since.Add(k.patience)))
+	}
+	k.last = now
+	k.timer.Reset(max(next, time.Millisecond))
+	return false
 }
 
-// nudges are when, after it has made a connection, a siw dialer sends a probe. Its
-// peer answers the request first and hooks up the socket next: messages that come
-// in between stay unnoticed until something follows them.
+// nudges are when, after it has made a connection, a siw dialer sends a message of
+// no bytes. Its peer answers the request first and hooks up the socket next:
+// messages that come in between stay unnoticed until something follows them.
 var nudges = [...]time.Duration{2 * time.Millisecond, 10 * time.Millisecond, 50 * time.Millisecond, 250 * time.Millisecond, time.Second, 4 * time.Second}
 
 // nudge arranges for number n of them and those after it.
@@ -96,39 +165,74 @@ func (k *keepAlive) nudge(n int) {
 	if n > 0 {
 		after -= nudges[n-1]
 	}
-	k.timer = time.AfterFunc(after, func() {
+	k.nudger = time.AfterFunc(after, func() {
 		k.mu.Lock()
 		if !k.stopped {
-			k.probe()
+			k.post(C.IBV_WR_RDMA_WRITE, nudgeNumber)
 		}
 		k.mu.Unlock()
 		k.nudge(n + 1)
 	})
 }
 
-// probe posts one, unless one is outstanding. k.mu is held.
+const (
+	probeNumber C.uint64_t = probeWRID
+	nudgeNumber C.uint64_t = nudgeWRID
+)
+
+// probe posts one. k.mu is held.
 func (k *keepAlive) probe() {
+	op := C.int(C.IBV_WR_RDMA_WRITE)
+	if k.qp.dev.iwarp {
+		op = C.IBV_WR_RDMA_READ
+	}
+	k.post(op, probeNumber)
+}
+
+// post posts a probe or a nudge, unless one is outstanding. k.mu is held.
+func (k *keepAlive) post(op C.int, number C.uint64_t) {
 	if !k.outstanding {
-		k.outstanding = C.rn_post_probe(k.qp.c, probeNumber) == 0
+		k.outstanding = C.rn_post_probe(k.qp.c, op, number) == 0
+		k.since = time.Now()
 	}
 }
 
-const probeNumber C.uint64_t = probeWRID
-
-// answered takes the completion of a probe. A peer that isn't there any more is
-// reported as a disconnect, which rdma_cm does not notice.
-func (k *keepAlive) answered(s verbs.Status) {
+// answered takes the completion of a probe or a nudge. The CQ's lock is held. A
+// peer that isn't there any more is reported as a disconnect, which rdma_cm does
+// not notice.
+func (k *keepAlive) answered(s verbs.Status, probe bool) {
 	k.mu.Lock()
 	k.outstanding = false
+	if probe && s == verbs.StatusSuccess {
+		k.answers++
+	}
 	k.mu.Unlock()
 	if s == verbs.StatusSuccess || s == verbs.StatusWRFlushErr {
 		return
 	}
 	k.stop()
-	err := fmt.Errorf("keepalive: %v: %w", s, syscall.ETIMEDOUT)
 	i := k.qp.id
 	ch := i.lockChannel()
 	defer ch.mu.Unlock()
+	i.timedOut(fmt.Errorf("keepalive: %v: %w", s, syscall.ETIMEDOUT))
+}
+
+// timedOut reports the connection's end. The channel's lock is held.
+func (i *id) timedOut(err error) {
 	i.connected = false
-	ch.push(&verbs.Event{Type: verbs.EventDisconnected, ID: i, Err: err})
+	i.ch.Load().push(&verbs.Event{Type: verbs.EventDisconnected, ID: i, Err: err})
+}
+
+// lost ends a connection whose peer does not answer, while the device still hopes.
+func (q *qp) lost(err error) {
+	i := q.id
+	ch := i.lockChannel()
+	defer ch.mu.Unlock()
+	if i.qp != q || !i.connected {
+		return // it has ended meanwhile
+	}
+	i.timedOut(err)
+	q.beginEnd()
+	_ = q.finishEnd(true)
+	C.rn_disconnect(i.c) // so that the kernel forgets the connection
 }

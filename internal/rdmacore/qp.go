@@ -48,6 +48,8 @@ type qp struct {
 	recv recvQueue
 	keep keepAlive
 
+	reads bool // the peer answers RDMA READs; guarded by the channel's lock
+
 	dead    atomic.Bool // in the error state, or about to be; written with the queues' locks held
 	flushed atomic.Bool // the device flushes no more: what is left is ours to flush
 }
@@ -72,11 +74,12 @@ func (w *workQueue) init(depth int) {
 }
 
 // numbers of work requests: bit 0 is the queue, the rest counts. No count gets
-// to probeWRID.
+// to nudgeWRID.
 const (
 	sendBit   = 0
 	recvBit   = 1
 	probeWRID = math.MaxUint64
+	nudgeWRID = probeWRID - 1
 )
 
 // sendQueue and recvQueue have requests in C memory, which the next batch uses
@@ -359,8 +362,8 @@ func (q *qp) complete(c *C.struct_ibv_wc, wc *verbs.WC) bool {
 	if q.dev.quirk == quirkSIW && status == verbs.StatusLocQPOpErr {
 		status = verbs.StatusWRFlushErr
 	}
-	if number == probeWRID {
-		q.keep.answered(status)
+	if number >= nudgeWRID {
+		q.keep.answered(status, number == probeWRID)
 		return false
 	}
 	*wc = verbs.WC{Status: status}
@@ -379,6 +382,18 @@ func (q *qp) complete(c *C.struct_ibv_wc, wc *verbs.WC) bool {
 		wc.ByteLen = int(c.byte_len)
 	}
 	return true
+}
+
+// received returns how many receives the device has completed, whether or not
+// anybody has polled.
+func (q *qp) received() uint64 {
+	q.cq.mu.Lock()
+	defer q.cq.mu.Unlock()
+	if q.cq.qp != q {
+		return 0
+	}
+	q.cq.gather()
+	return q.recv.head
 }
 
 // flush completes what the device never will. The CQ's lock is held.

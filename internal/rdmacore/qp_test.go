@@ -5,7 +5,6 @@ package rdmacore
 import (
 	"crypto/sha256"
 	"math/rand/v2"
-	"net"
 	"net/netip"
 	"syscall"
 	"testing"
@@ -292,38 +291,6 @@ func TestPostingAllocatesNothing(t *testing.T) {
 			takeTwo(a)
 		})
 		require.Zero(t, allocs)
-	})
-}
-
-// A probe needs no receive, no memory and no program on the other side.
-func TestKeepAliveGoesUnnoticed(t *testing.T) {
-	onEveryDevice(t, func(t *testing.T, addr netip.Addr) {
-		a, b := pair(t, 1000, addr)
-		k := net.KeepAliveConfig{Enable: true, Idle: 20 * time.Millisecond}
-		err := a.id.SetKeepAlive(k)
-		if a.id.Device().(*device).iwarp {
-			require.ErrorIs(t, err, syscall.EOPNOTSUPP)
-			return
-		}
-		require.NoError(t, err)
-		keep := &a.qp.(*qp).keep
-		for range 5 {
-			require.Eventually(t, func() bool {
-				keep.mu.Lock()
-				defer keep.mu.Unlock()
-				return keep.outstanding
-			}, patience, time.Millisecond)
-			require.Eventually(t, func() bool {
-				require.Zero(t, a.poll())
-				keep.mu.Lock()
-				defer keep.mu.Unlock()
-				return !keep.outstanding
-			}, patience, time.Millisecond)
-		}
-		require.NoError(t, a.id.SetKeepAlive(net.KeepAliveConfig{}))
-		require.Zero(t, b.poll())
-		b.send(1, "alive")
-		a.pollUntil(func() bool { return len(a.got) == 1 })
 	})
 }
 

@@ -244,8 +244,11 @@ int rn_get_event(struct rdma_event_channel *ch, struct rn_event *out)
 			memcpy(out->private_data, ev->param.conn.private_data, out->private_data_len);
 		}
 	}
-	if (ev->event == RDMA_CM_EVENT_ESTABLISHED)
+	out->reads = 0;
+	if (ev->event == RDMA_CM_EVENT_ESTABLISHED) {
+		out->reads = ev->param.conn.responder_resources;
 		set_min_rnr_timer(ev->id);
+	}
 	rdma_ack_cm_event(ev);
 	return 0;
 }
@@ -507,13 +510,18 @@ struct rn_posted rn_post_recv(struct ibv_qp *qp, struct ibv_recv_wr *wr, int n)
 	return done;
 }
 
-int rn_post_probe(struct ibv_qp *qp, uint64_t wr_id)
+int rn_post_probe(struct ibv_qp *qp, int opcode, uint64_t wr_id)
 {
+	struct ibv_sge none = {0}; // siw wants one of a READ
 	struct ibv_send_wr wr, *bad;
 
 	memset(&wr, 0, sizeof(wr));
 	wr.wr_id = wr_id;
-	wr.opcode = IBV_WR_RDMA_WRITE;
+	wr.opcode = opcode;
 	wr.send_flags = IBV_SEND_SIGNALED;
+	if (opcode == IBV_WR_RDMA_READ) {
+		wr.sg_list = &none;
+		wr.num_sge = 1;
+	}
 	return failed_errno(qp->context->ops.post_send(qp, &wr, &bad));
 }

@@ -29,6 +29,7 @@ struct rn_event {
 	int status;
 	uint64_t context;        // of the id; of the listener for CONNECT_REQUEST
 	struct rdma_cm_id *id;   // for CONNECT_REQUEST, the new id
+	int reads;               // for ESTABLISHED, RDMA READs that the peer answers at a time
 	int private_data_len;
 	uint8_t private_data[256];
 };
@@ -73,7 +74,7 @@ struct rn_posted {
 // rn_post_send posts an array of requests with one call of the device.
 struct rn_posted rn_post_send(struct ibv_qp *qp, struct ibv_send_wr *wr, int n);
 struct rn_posted rn_post_recv(struct ibv_qp *qp, struct ibv_recv_wr *wr, int n);
-// rn_post_probe posts a signaled RDMA WRITE of no bytes.
-int rn_post_probe(struct ibv_qp *qp, uint64_t wr_id);
+// rn_post_probe posts a signaled RDMA WRITE or READ of no bytes.
+int rn_post_probe(struct ibv_qp *qp, int opcode, uint64_t wr_id);
 
 #endif

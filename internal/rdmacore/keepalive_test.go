@@ -1,0 +1,144 @@
+//go:build cgo && linux
+
+package rdmacore
+
+import (
+	"errors"
+	"io"
+	"net"
+	"net/netip"
+	"os"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/rdmanet/rdmanet/internal/iwarp/wire"
+	"github.com/rdmanet/rdmanet/internal/verbs"
+)
+
+// often probes a peer that is quiet for a moment, and is patient with it.
+var often = net.KeepAliveConfig{Enable: true, Idle: 20 * time.Millisecond, Interval: patience, Count: 1}
+
+func (k *keepAlive) answeredSoFar() uint64 {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	return k.answers
+}
+
+// A probe needs no receive, no memory and no program: neither that of the peer nor
+// the one that has asked for it.
+func TestKeepAliveGoesUnnoticed(t *testing.T) {
+	onEveryDevice(t, func(t *testing.T, addr netip.Addr) {
+		for _, prober := range []string{"dialer", "listener"} {
+			t.Run(prober, func(t *testing.T) {
+				a, b := pair(t, 1000, addr)
+				if prober == "listener" {
+					a, b = b, a
+				}
+				require.NoError(t, a.id.SetKeepAlive(often))
+				b.send(1, "nobody polls")
+				keep := &a.qp.(*qp).keep
+				require.Eventually(t, func() bool { return keep.answeredSoFar() >= 5 }, patience, time.Millisecond)
+				require.NoError(t, a.id.SetKeepAlive(net.KeepAliveConfig{}))
+				was := keep.answeredSoFar()
+				time.Sleep(5 * often.Idle)
+				require.LessOrEqual(t, keep.answeredSoFar(), was+1, "it was turned off")
+
+				a.pollUntil(func() bool { return len(a.got) == 1 })
+				require.Equal(t, "nobody polls", string(a.got[0]))
+				b.pollUntil(func() bool { return b.sends == 1 })
+				require.Empty(t, b.got)
+				a.send(1, "alive")
+				b.pollUntil(func() bool { return len(b.got) == 1 })
+			})
+		}
+	})
+}
+
+// A peer that answers nothing is given up, also while nobody polls. Its TCP is
+// alive, which is why this is for iWARP: rxe's peer on this host always answers.
+func TestKeepAliveGivesUp(t *testing.T) {
+	onEveryIWARP(t, func(t *testing.T, addr netip.Addr) {
+		e := dialRaw(t, addr, 1)
+		k := net.KeepAliveConfig{Enable: true, Idle: 20 * time.Millisecond, Interval: 50 * time.Millisecond, Count: 4}
+		start := time.Now()
+		require.NoError(t, e.id.SetKeepAlive(k))
+		ev := next(t, e.ch, verbs.EventDisconnected)
+		require.ErrorIs(t, ev.Err, syscall.ETIMEDOUT)
+		require.GreaterOrEqual(t, time.Since(start), 200*time.Millisecond)
+		e.pollUntil(func() bool { return len(e.bad) == testDepth })
+		for _, wc := range e.bad {
+			require.Equal(t, verbs.StatusWRFlushErr, wc.Status)
+		}
+	})
+}
+
+// A READ that the peer does not allow would end the connection.
+func TestKeepAliveWithoutReads(t *testing.T) {
+	onEveryIWARP(t, func(t *testing.T, addr netip.Addr) {
+		e := dialRaw(t, addr, 0)
+		err := e.id.SetKeepAlive(often)
+		require.ErrorIs(t, err, errors.ErrUnsupported)
+		require.ErrorIs(t, err, syscall.EOPNOTSUPP)
+		time.Sleep(5 * often.Idle)
+		e.send(1, "goes out")
+		e.pollUntil(func() bool { return e.sends == 1 })
+		require.Empty(t, e.bad)
+	})
+}
+
+func onEveryIWARP(t *testing.T, f func(t *testing.T, addr netip.Addr)) {
+	if os.Getenv("RDMANET_LAB_SIW4") == "" && os.Getenv("RDMANET_LAB_RXE4") != "" {
+		t.Skip("for iWARP devices")
+	}
+	onEveryDevice(t, func(t *testing.T, addr netip.Addr) {
+		ch := newTestChannel(t)
+		if !resolved(t, ch, netip.AddrPortFrom(addr, 9)).Device().(*device).iwarp {
+			return
+		}
+		f(t, addr)
+	})
+}
+
+// dialRaw connects to a plain TCP socket that accepts, says that it answers so many
+// RDMA READs at a time, 0 or 1, and from then on takes what comes and says nothing.
+func dialRaw(t *testing.T, addr netip.Addr, ird uint16) *end {
+	l, err := net.ListenTCP("tcp", net.TCPAddrFromAddrPort(netip.AddrPortFrom(addr, 0)))
+	require.NoError(t, err)
+	served := make(chan error, 1)
+	go func() {
+		conn, err := l.Accept()
+		if err != nil {
+			served <- err
+			return
+		}
+		defer conn.Close()
+		_, err = conn.Read(make([]byte, 256))
+		reply, _ := wire.AppendSetup(nil, &wire.SetupFrame{Reply: true, Revision: wire.Revision2, Enhanced: true, IRD: ird, ORD: 1 - ird})
+		if err == nil {
+			_, err = conn.Write(reply)
+		}
+		if err == nil {
+			_, _ = io.Copy(io.Discard, conn)
+		}
+		served <- err
+	}()
+	ch := newTestChannel(t)
+	e := &end{t: t, ch: ch, id: resolved(t, ch, l.Addr().(*net.TCPAddr).AddrPort())}
+	e.createQP(1000)
+	t.Cleanup(func() {
+		e.free()
+		l.Close()
+		select {
+		case err := <-served:
+			require.NoError(t, err)
+		case <-time.After(patience):
+			t.Error("the raw peer does not end")
+		}
+	})
+	require.NoError(t, e.id.Connect(testParam))
+	next(t, ch, verbs.EventEstablished)
+	return e
+}
