@@ -67,9 +67,12 @@ type Config struct {
 	// connection in order: 0 means 5 s, negative that Close aborts the
 	// connection. SetLinger changes it for a connection.
 	Linger time.Duration
-	// KeepAlive is how an idle peer is proved alive, by its host, not its
-	// application. The zero value means on, with net's defaults (after 15 s, 9
-	// probes 15 s apart); a negative Idle turns it off.
+	// KeepAlive is how the peer's host is proved alive, whether or not its
+	// application reads, while nothing comes from it. One that was silent for
+	// Idle is probed, and one that was silent for Idle + Interval × Count, also
+	// while data is on its way to it, is given up with ETIMEDOUT. The zero value
+	// means on, with net's defaults (15 s, then 9 probes 15 s apart); a negative
+	// Idle turns it off. See SetKeepAliveConfig for what each provider does.
 	KeepAlive net.KeepAliveConfig
 
 	// CRC asks for a CRC32C in each FPDU, in the provider iwarp. It is used if
@@ -178,8 +181,10 @@ func (c Config) greeting() greeting {
 // the most there is but one, since rxe takes the most for ever.
 const transportRetries = 6
 
+// connParam allows the peer an RDMA READ, with which an iWARP device proves that
+// we are alive; it is one of no bytes, since no memory is registered for it.
 func (c Config) connParam(private []byte) cm.ConnParam {
-	return cm.ConnParam{PrivateData: private, RetryCount: transportRetries, RNRRetryCount: 7, CRC: c.CRC}
+	return cm.ConnParam{PrivateData: private, ResponderResources: 1, RetryCount: transportRetries, RNRRetryCount: 7, CRC: c.CRC}
 }
 
 func (c Config) poolConfig() qp.PoolConfig {

@@ -178,18 +178,37 @@ func (c *Conn) SetNoDelay(noDelay bool) error {
 	return c.checkOpen()
 }
 
-// SetKeepAlive turns keepalive on, with net's defaults, or off.
+// SetKeepAlive turns keepalive on, with net's defaults (after 15 s, 9 probes 15 s
+// apart), or off. It fails as SetKeepAliveConfig does.
 func (c *Conn) SetKeepAlive(on bool) error {
 	return c.SetKeepAliveConfig(net.KeepAliveConfig{Enable: on})
 }
 
-// SetKeepAlivePeriod sets the idle time and the interval between probes.
+// SetKeepAlivePeriod sets the idle time and the interval between probes, of which
+// there are 9. It fails as SetKeepAliveConfig does.
 func (c *Conn) SetKeepAlivePeriod(d time.Duration) error {
 	return c.SetKeepAliveConfig(net.KeepAliveConfig{Enable: true, Idle: d, Interval: d})
 }
 
-// SetKeepAliveConfig sets how the peer's host is proved alive while nothing is
-// sent. A host that does not answer ends the connection with ETIMEDOUT.
+// SetKeepAliveConfig sets how the peer's host is proved alive. One that has been
+// silent for Idle is probed; one that has been silent for Idle + Interval × Count
+// is given up, which ends the connection with ETIMEDOUT. Zero values are net's
+// defaults. It works while nobody reads or writes at this side, and needs nobody
+// who does at the other.
+//
+// In software TCP's own keepalive probes, in whole seconds, and what is on its way
+// to the peer is a probe as well. A peer whose application has not read for so long
+// that TCP's window is shut is asked for room by TCP at growing intervals, up to two
+// minutes: before Linux 6.15 its death may be noticed up to four minutes later.
+//
+// On InfiniBand and RoCE the probe is an RDMA WRITE of no bytes, which takes no
+// receive and touches no memory, sent when this side has not sent either. The
+// adapter also gives up a peer that does not acknowledge what was sent, when its
+// own retries are over, in 15 s or so: that is not for us to change.
+//
+// On iWARP devices it is an RDMA READ of no bytes. A peer that allows none (not an
+// rdmanet, or one from before keepalive) makes this fail with EOPNOTSUPP. A peer in
+// software answers by its process, which a debugger may have stopped.
 func (c *Conn) SetKeepAliveConfig(k net.KeepAliveConfig) error {
 	if err := c.checkOpen(); err != nil {
 		return err

@@ -20,6 +20,7 @@ import (
 //	disconnect  we end it in order, and wait for the peer's end
 //	rxFailed    the peer ended it, in order or not, or broke the protocol
 //	abort       we reset it
+//	lost        we reset it, since the peer's host is gone
 //
 // The socket stays open until the id is destroyed, except after a reset; and
 // beyond, for a bounded time, while the peer has not ended what we ended in
@@ -252,6 +253,7 @@ func (q *qp) kill() (live bool) {
 // by the caller's doing.
 func (q *qp) reset() {
 	unwatch(q)
+	q.keep.stop()
 	q.link.SetLinger(0)
 	q.link.Close()
 }
@@ -261,6 +263,7 @@ func (q *qp) reset() {
 func (q *qp) release() (left bool) {
 	q.abort()
 	unwatch(q)
+	q.keep.stop()
 	l := q.connection()
 	if l == nil || q.end.leave() {
 		return l != nil

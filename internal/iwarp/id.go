@@ -228,7 +228,6 @@ func (i *id) accepted(conn *net.TCPConn, reply wire.SetupFrame, p verbs.ConnPara
 // established starts the QP on a connection whose set-up is done, and reports
 // it. If it fails the connection is closed. i.mu is held.
 func (i *id) established(conn *net.TCPConn, a agreed, privateData []byte) error {
-	conn.SetKeepAliveConfig(i.keep)
 	l, err := newTCPLink(conn)
 	if err == nil {
 		err = i.qp.start(l, l.mss, a, &verbs.Event{Type: verbs.EventEstablished, PrivateData: privateData})
@@ -238,6 +237,8 @@ func (i *id) established(conn *net.TCPConn, a agreed, privateData []byte) error 
 		return err
 	}
 	watch(i.qp, l.raw)
+	conn.SetKeepAliveConfig(i.keep)
+	i.qp.keep.set(i.keep)
 	i.conn, i.state = conn, stateConnected
 	i.local = unmapped(conn.LocalAddr().(*net.TCPAddr).AddrPort())
 	i.remote = unmapped(conn.RemoteAddr().(*net.TCPAddr).AddrPort())
@@ -397,13 +398,18 @@ func (i *id) Device() verbs.Device {
 // Endpoint has nothing to say: there is no adapter.
 func (i *id) Endpoint() (verbs.Endpoint, bool) { return verbs.Endpoint{}, false }
 
-// SetKeepAlive uses TCP's own keepalive: the peer's kernel answers it.
+// SetKeepAlive uses TCP's own keepalive, which the peer's kernel answers, while
+// nothing is on its way to the peer, and else what TCP knows of its
+// acknowledgements. Idle and Interval are rounded up to seconds.
 func (i *id) SetKeepAlive(k net.KeepAliveConfig) error {
 	i.mu.Lock()
 	defer i.mu.Unlock()
 	i.keep = k
 	if i.conn == nil {
 		return nil
+	}
+	if i.state == stateConnected {
+		i.qp.keep.set(k)
 	}
 	return withErrno(i.conn.SetKeepAliveConfig(k), syscall.ENOTCONN)
 }

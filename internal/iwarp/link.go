@@ -28,6 +28,9 @@ type link interface {
 	SetReadDeadline(time.Time) error
 	SetWriteDeadline(time.Time) error
 
+	askEvery(time.Duration)
+	silence() time.Duration
+
 	Read([]byte) (int, error) // blocks
 	CloseWrite() error
 	SetLinger(seconds int) error

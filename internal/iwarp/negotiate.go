@@ -15,11 +15,13 @@ type agreed struct {
 	crc       bool
 	ird, ord  int  // RDMA READs at a time: the peer's, ours
 	awaitPeer bool // we may not send before the peer has
+	asked     bool // the peer may send RDMA READs
 }
 
 // accepting returns the reply that accepts req, and what is agreed with it.
 func accepting(req wire.SetupFrame, p verbs.ConnParam) (wire.SetupFrame, agreed, error) {
 	a := agreed{crc: req.CRC || p.CRC, ird: int(p.ResponderResources), ord: int(p.InitiatorDepth)}
+	a.asked = a.ird > 0 && mayRead(req)
 	f := wire.SetupFrame{CRC: a.crc, PrivateData: p.PrivateData}
 	if req.Enhanced {
 		a.ord = lowered(a.ord, req.IRD)
@@ -29,6 +31,9 @@ func accepting(req wire.SetupFrame, p verbs.ConnParam) (wire.SetupFrame, agreed,
 	reply, err := replyTo(req, f)
 	return reply, a, err
 }
+
+// mayRead reports whether the sender of a set-up frame may send RDMA READs.
+func mayRead(f wire.SetupFrame) bool { return !f.Enhanced || f.ORD > 0 }
 
 // lowered returns our ORD as far as the peer's IRD allows it (RFC 6581 section
 // 9.1).
@@ -60,6 +65,7 @@ func chooseRTR(f *wire.SetupFrame, req wire.SetupFrame) bool {
 // insists on more RDMA READs at a time than we answer gets a Terminate.
 func accepted(p verbs.ConnParam, reply wire.SetupFrame) (agreed, error) {
 	a := agreed{crc: p.CRC || reply.CRC, ird: int(p.ResponderResources), ord: int(p.InitiatorDepth)}
+	a.asked = a.ird > 0 && mayRead(reply)
 	if !reply.Enhanced {
 		return a, nil
 	}

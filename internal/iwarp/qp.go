@@ -22,12 +22,14 @@ type qp struct {
 	// Set by start, before a half is open.
 	link       link
 	crc        bool
-	maxPayload int // of one FPDU; a tagged one could have 4 bytes more
+	asked      bool // the peer may send RDMA READs
+	maxPayload int  // of one FPDU; a tagged one could have 4 bytes more
 
 	open atomic.Bool // rx.state is halfOpen, for those without its lock
 	rx   rxState
 	tx   txState
 	end  ending
+	keep keepAlive
 }
 
 // half is the state of one direction.
@@ -55,6 +57,7 @@ func newQP(i *id, p *pd, c *cq, want verbs.QPCap) (*qp, error) {
 	}
 	want.MaxInline = attr.MaxInline
 	q := &qp{id: i, pd: p, cq: c, cap: want, num: qpNumbers.Add(1)}
+	q.keep.qp = q
 	q.rx.posted = make([]recvWR, want.RecvWR)
 	q.tx.queue = make([]sendWR, want.SendWR)
 	q.tx.flusher, q.tx.flushedFn = q.flush, q.flushed
@@ -77,7 +80,7 @@ func (q *qp) start(l link, mss int, a agreed, established *verbs.Event) error {
 	if q.rx.state != halfIdle || q.tx.state != halfIdle {
 		return fmt.Errorf("the QP is in the error state: %w", syscall.EINVAL)
 	}
-	q.link, q.crc = l, a.crc
+	q.link, q.crc, q.asked = l, a.crc, a.asked
 	q.maxPayload = max(wire.ULPDUFor(mss)-wire.UntaggedHeaderLen, minPayload)
 	q.rx.state, q.tx.state = halfOpen, halfOpen
 	q.rx.msn, q.tx.msn, q.rx.readMSN = 1, 1, 1

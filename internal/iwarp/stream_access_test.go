@@ -23,6 +23,11 @@ func TestTheMemoryOfAStreamIsOutOfReach(t *testing.T) {
 	write := func(stag uint32, to uint64) (wire.Header, []byte) {
 		return wire.Header{Tagged: true, Last: true, Opcode: wire.OpWrite, STag: stag, TO: to}, []byte("forged")
 	}
+	read := func(stag uint32, to uint64) (wire.Header, []byte) { // IRD is 1, for those of no bytes
+		b := make([]byte, wire.ReadRequestLen)
+		wire.ReadRequest{Size: 6, SourceSTag: stag, SourceTO: to}.Put(b)
+		return wire.Header{Last: true, Opcode: wire.OpReadRequest, QN: wire.QueueReadRequest, MSN: 1}, b
+	}
 	for _, c := range []struct {
 		name string
 		what func(r iwarp.Region) (wire.Header, []byte)
@@ -35,11 +40,8 @@ func TestTheMemoryOfAStreamIsOutOfReach(t *testing.T) {
 			h.Opcode = wire.OpReadResponse
 			return h, b
 		}, wire.CodeDDPInvalidSTag},
-		{"RDMA Read Request", func(r iwarp.Region) (wire.Header, []byte) {
-			b := make([]byte, wire.ReadRequestLen)
-			wire.ReadRequest{Size: 6, SourceSTag: r.STag, SourceTO: r.Base}.Put(b)
-			return wire.Header{Last: true, Opcode: wire.OpReadRequest, QN: wire.QueueReadRequest, MSN: 1}, b
-		}, wire.CodeDDPNoBuffer}, // IRD is 0
+		{"RDMA Read Request", func(r iwarp.Region) (wire.Header, []byte) { return read(r.STag, r.Base) }, wire.CodeRDMAPAccess},
+		{"RDMA Read Request, a guess", func(r iwarp.Region) (wire.Header, []byte) { return read(r.STag^0x80, r.Base) }, wire.CodeRDMAPInvalidSTag},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			require.Empty(t, iwarp.Regions())

@@ -5,13 +5,16 @@ import (
 	"os"
 	"sync"
 	"syscall"
+	"time"
 
 	"golang.org/x/sys/unix"
 )
 
 // watcher notices the peer's end on connections that nobody polls, as an
 // adapter would: one goroutine and one epoll descriptor for the process, woken
-// by a FIN, a reset or an error, and never by data.
+// by a FIN, a reset or an error, and never by data. The exception are peers that
+// send RDMA READs: those are answered whether or not anybody polls, since an
+// iWARP device asks with one whether we are alive.
 //
 // mu is taken with id.mu held at most, and nothing else is taken under it.
 type watcherState struct {
@@ -49,11 +52,38 @@ func watch(q *qp, conn syscall.RawConn) {
 		w.watched = make(map[int32]watched)
 		go watchLoop(w.raw)
 	}
-	ev := unix.EpollEvent{Events: unix.EPOLLRDHUP | unix.EPOLLET, Fd: int32(q.num)}
+	ev := q.interest()
 	if w.ctl(unix.EPOLL_CTL_ADD, conn, &ev) == nil {
 		w.watched[int32(q.num)] = watched{q, conn}
 	}
 	w.closeIfIdle()
+}
+
+// interest is what the watcher wants to know. Of data it is told once, and again
+// after answerDelay.
+func (q *qp) interest() unix.EpollEvent {
+	ev := unix.EpollEvent{Events: unix.EPOLLRDHUP | unix.EPOLLET, Fd: int32(q.num)}
+	if q.asked {
+		ev.Events = unix.EPOLLIN | unix.EPOLLRDHUP | unix.EPOLLONESHOT
+	}
+	return ev
+}
+
+// answerDelay is how long what may be an RDMA READ waits for somebody to poll, as
+// is usual. It bounds what the watcher costs a busy connection.
+const answerDelay = 100 * time.Millisecond
+
+// answerLater receives what there is, if nobody else has, and watches again.
+func (w *watcherState) answerLater(q *qp) {
+	time.AfterFunc(answerDelay, func() {
+		q.progress(len(q.cq.ring), shortIsNothing)
+		w.mu.Lock()
+		defer w.mu.Unlock()
+		if e := w.watched[int32(q.num)]; e.qp == q {
+			ev := q.interest()
+			w.ctl(unix.EPOLL_CTL_MOD, e.conn, &ev)
+		}
+	})
 }
 
 // unwatch ends that. It comes before the connection is closed, and may be
@@ -100,7 +130,11 @@ func watchLoop(raw syscall.RawConn) {
 			return
 		}
 		for _, ev := range events[:n] {
-			if q := watcher.find(ev.Fd); q != nil {
+			switch q := watcher.find(ev.Fd); {
+			case q == nil:
+			case ev.Events == unix.EPOLLIN:
+				watcher.answerLater(q)
+			default:
 				q.hangup()
 			}
 		}
