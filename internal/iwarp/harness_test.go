@@ -16,7 +16,10 @@ import (
 	"github.com/rdmanet/rdmanet/internal/verbs"
 )
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+func TestMain(m *testing.M) {
+	nudges = nil // most tests count what is sent
+	goleak.VerifyTestMain(m)
+}
 
 // patience bounds everything that a test waits for.
 const patience = 30 * time.Second
@@ -57,6 +60,12 @@ func leaksNoDescriptor(t *testing.T) {
 	t.Cleanup(func() {
 		eventually(t, "as many open descriptors as before", func() bool { return count() <= before })
 	})
+}
+
+func setNudges(t *testing.T, due ...time.Duration) {
+	old := nudges
+	nudges = due
+	t.Cleanup(func() { nudges = old })
 }
 
 func setSetupTimeout(t *testing.T, d time.Duration) {

@@ -16,6 +16,7 @@ type agreed struct {
 	ird, ord  int  // RDMA READs at a time: the peer's, ours
 	awaitPeer bool // we may not send before the peer has
 	asked     bool // the peer may send RDMA READs
+	dialed    bool // the request was ours
 }
 
 // accepting returns the reply that accepts req, and what is agreed with it.
@@ -64,7 +65,7 @@ func chooseRTR(f *wire.SetupFrame, req wire.SetupFrame) bool {
 // accepted is what is agreed by the reply to our request for p. A peer that
 // insists on more RDMA READs at a time than we answer gets a Terminate.
 func accepted(p verbs.ConnParam, reply wire.SetupFrame) (agreed, error) {
-	a := agreed{crc: p.CRC || reply.CRC, ird: int(p.ResponderResources), ord: int(p.InitiatorDepth)}
+	a := agreed{crc: p.CRC || reply.CRC, ird: int(p.ResponderResources), ord: int(p.InitiatorDepth), dialed: true}
 	a.asked = a.ird > 0 && mayRead(reply)
 	if !reply.Enhanced {
 		return a, nil

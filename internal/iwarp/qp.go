@@ -86,6 +86,9 @@ func (q *qp) start(l link, mss int, a agreed, established *verbs.Event) error {
 	q.rx.msn, q.tx.msn, q.rx.readMSN = 1, 1, 1
 	q.tx.reads.start(a.ird, a.ord)
 	q.rx.awaited, q.tx.gated = a.awaitPeer, a.awaitPeer
+	if a.dialed {
+		q.tx.nudger.begin(q.nudge)
+	}
 	q.id.post(established)
 	q.open.Store(true)
 	q.cq.Wake() // a Wait that began before there was a socket starts over

@@ -25,8 +25,9 @@ type txState struct {
 	cut     cursor // how far queue[head] is
 	batch   batch
 
-	reads reads
-	gated bool // nothing of the queue may begin: the peer is not ready yet, or it is over
+	reads  reads
+	nudger nudger
+	gated  bool // nothing of the queue may begin: the peer is not ready yet, or it is over
 
 	flushing  bool // the flusher writes, and nobody else
 	refused   bool // a send was, and somebody may wait for room
@@ -494,6 +495,7 @@ func (q *qp) sendFailed(err error) {
 func (q *qp) flushSends() {
 	t := &q.tx
 	t.state = halfDead
+	t.nudger.stop()
 	q.flushReads()
 	b := &t.batch
 	for i := range b.ndone {
