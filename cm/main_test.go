@@ -130,10 +130,12 @@ func wait(t *testing.T, id *cm.ID, want cm.EventType) *cm.Event {
 	return ev
 }
 
-func listen(t *testing.T, ch *cm.EventChannel, on target) *cm.ID {
+func listen(t *testing.T, ch *cm.EventChannel, on target) *cm.ID { return listenWith(t, ch, on, 8) }
+
+func listenWith(t *testing.T, ch *cm.EventChannel, on target, backlog int) *cm.ID {
 	id := newID(t, ch)
 	require.NoError(t, id.Bind(netip.AddrPortFrom(on.addr, 0)))
-	require.NoError(t, id.Listen(8))
+	require.NoError(t, id.Listen(backlog))
 	require.NotZero(t, id.LocalAddr().Port())
 	return id
 }

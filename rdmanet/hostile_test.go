@@ -1,9 +1,7 @@
 package rdmanet
 
 import (
-	"context"
 	"encoding/binary"
-	"fmt"
 	"io"
 	"net"
 	"os"
@@ -321,43 +319,6 @@ func TestOthersOnThePort(t *testing.T) {
 		a, b := pairOn(t, Config{}, l)
 		roundTrip(t, a, b, []byte("honest"))
 		require.NoError(t, a.Close())
-		require.NoError(t, b.Close())
-	}
-}
-
-// TestTwoThousandHalfOpen connections leave room for honest ones.
-func TestTwoThousandHalfOpen(t *testing.T) {
-	needsSoftware(t)
-	checkLeaks(t)
-	l := listen(t, ListenConfig{})
-	n := scaled(1000, 2000)
-	var conns []net.Conn
-	defer func() {
-		for _, c := range conns {
-			c.Close()
-		}
-	}()
-	for range n {
-		c, err := net.Dial("tcp", l.Addr().String())
-		if err != nil {
-			t.Logf("%d connections: %v", len(conns), err)
-			break
-		}
-		conns = append(conns, c)
-	}
-	ctx, cancel := context.WithTimeout(context.Background(), patience)
-	defer cancel()
-	for i := range 10 {
-		accepted := make(chan net.Conn, 1)
-		go func() {
-			c, _ := l.Accept()
-			accepted <- c
-		}()
-		c, err := (&Dialer{}).DialContext(ctx, "rdma", l.Addr().String())
-		require.NoError(t, err)
-		b := <-accepted
-		roundTrip(t, c, b, []byte(fmt.Sprint("honest ", i)))
-		require.NoError(t, c.Close())
 		require.NoError(t, b.Close())
 	}
 }

@@ -25,6 +25,11 @@ func (g *leg) handleEvent(ev *cm.Event) {
 	}
 }
 
+// requestBacklog is how many connect requests a provider keeps for the event loop,
+// at least: who is admitted is the Listener's to decide, which knows one host from
+// another. It is the most that the kernel takes by default.
+const requestBacklog = 1024
+
 // portTries is how many free ports of one provider are tried with the others.
 const portTries = 16
 
@@ -101,7 +106,7 @@ func (l *Listener) add(p Provider, addr netip.AddrPort, only6 bool) (*leg, error
 		err = id.Bind(addr)
 	}
 	if err == nil {
-		err = id.Listen(l.backlog)
+		err = id.Listen(max(l.backlog, requestBacklog))
 	}
 	if err != nil {
 		return nil, errors.Join(err, g.close())

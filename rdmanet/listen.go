@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"github.com/rdmanet/rdmanet/cm"
+	"github.com/rdmanet/rdmanet/internal/fair"
 )
 
 // DefaultBacklog is how many connections wait for Accept by default.
@@ -31,8 +32,10 @@ type ListenConfig struct {
 
 	// Backlog is how many connections may wait for Accept, set-up included: 1
 	// or more; 0 means 256. One more is refused, and its Dial fails with
-	// ECONNREFUSED, unless the oldest set-up has been silent for half a second:
-	// then that one is dropped.
+	// ECONNREFUSED, unless a set-up has to make room for it: the oldest one of
+	// the host that has the most of them, if that has at least two more than
+	// the newcomer's, or else the oldest one, if it has taken half a second. A
+	// set-up of which nothing comes ends after 10 s.
 	Backlog int
 }
 
@@ -132,6 +135,7 @@ var _ net.Listener = (*Listener)(nil)
 
 // setup is a connection that is not yet ready for Accept.
 type setup struct {
+	host   netip.Prefix
 	began  time.Time
 	cancel context.CancelFunc
 }
@@ -234,7 +238,7 @@ func (l *Listener) Close() error {
 // request begins the set-up of a connection.
 func (l *Listener) request(ev *cm.Event, p Provider) {
 	ctx, cancel := context.WithTimeout(context.Background(), setupTimeout)
-	s := &setup{began: time.Now(), cancel: cancel}
+	s := &setup{host: fair.Host(ev.ID.RemoteAddr().Addr()), began: time.Now(), cancel: cancel}
 	l.mu.Lock()
 	if l.closed { // between its step and now
 		l.mu.Unlock()
@@ -263,22 +267,29 @@ func (l *Listener) request(ev *cm.Event, p Provider) {
 
 // admit notes a set-up, unless the backlog is full. l.mu is held.
 func (l *Listener) admit(s *setup) error {
-	if len(l.setups)+len(l.queue) >= l.backlog && !l.dropStale() {
+	if len(l.setups)+len(l.queue) >= l.backlog && !l.makeRoom(s.host) {
 		return refuse(reasonBacklog, fmt.Sprintf("%d connections wait", l.backlog))
 	}
 	l.setups[s] = struct{}{}
 	return nil
 }
 
-// dropStale ends the oldest set-up if it has had its time. l.mu is held.
-func (l *Listener) dropStale() bool {
+// makeRoom ends a set-up in favour of one of a host: one of the host that has the
+// most, if it has more even then, or one that has had its time. l.mu is held.
+func (l *Listener) makeRoom(host netip.Prefix) bool {
+	count := make(fair.Count)
+	for s := range l.setups {
+		count[s.host]++
+	}
+	most, n := count.Most()
+	crowded := n >= count[host]+2
 	var oldest *setup
 	for s := range l.setups {
-		if oldest == nil || s.began.Before(oldest.began) {
+		if (!crowded || s.host == most) && (oldest == nil || s.began.Before(oldest.began)) {
 			oldest = s
 		}
 	}
-	if oldest == nil || time.Since(oldest.began) < stale {
+	if oldest == nil || !crowded && time.Since(oldest.began) < stale {
 		return false
 	}
 	delete(l.setups, oldest)

@@ -11,13 +11,15 @@ import (
 	"syscall"
 	"time"
 
+	"github.com/rdmanet/rdmanet/internal/fair"
 	"github.com/rdmanet/rdmanet/internal/iwarp/wire"
 	"github.com/rdmanet/rdmanet/internal/verbs"
 )
 
 // maxHalfOpen is how many connections of one listener may be in their set-up.
-// When one more comes, the oldest is closed: whoever floods a listener pushes
-// out its own idlers, and an honest peer, who is done in a round trip, gets in.
+// When one more comes, the oldest of the host that has the most is closed: whoever
+// floods a listener pushes out its own idlers, and an honest peer gets in, who is
+// done in a round trip.
 const maxHalfOpen = 256
 
 // maxBacklog is what a backlog of 0 means, as in the kernel's rdma_cm.
@@ -34,8 +36,14 @@ type listener struct {
 
 	mu       sync.Mutex
 	closed   bool
-	halfOpen []*net.TCPConn // oldest first
-	waiting  int            // connect requests neither accepted nor rejected
+	halfOpen []pending // oldest first
+	waiting  int       // connect requests neither accepted nor rejected
+}
+
+// pending is a connection in its set-up.
+type pending struct {
+	conn *net.TCPConn
+	host netip.Prefix
 }
 
 func (i *id) Listen(backlog int) error {
@@ -84,7 +92,7 @@ func (l *listener) accept() {
 		}
 		if err != nil { // out of descriptors or memory
 			l.id.log.Load().Warn("rdma: accept failed", "provider", Name, "addr", l.ln.Addr().String(), "err", err)
-			l.dropOldest()
+			l.shrink()
 			select {
 			case <-time.After(pause):
 			case <-l.done:
@@ -102,7 +110,7 @@ func (l *listener) accept() {
 	}
 }
 
-// enter notes a connection as half open, at the cost of the oldest if need be.
+// enter notes a connection as half open, at the cost of another if need be.
 func (l *listener) enter(conn *net.TCPConn) bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -112,11 +120,12 @@ func (l *listener) enter(conn *net.TCPConn) bool {
 	if len(l.halfOpen) == maxHalfOpen {
 		l.drop()
 	}
-	l.halfOpen = append(l.halfOpen, conn)
+	l.halfOpen = append(l.halfOpen, pending{conn, fair.Host(conn.RemoteAddr().(*net.TCPAddr).AddrPort().Addr())})
 	return true
 }
 
-func (l *listener) dropOldest() {
+// shrink closes a half-open connection, if there is one.
+func (l *listener) shrink() {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if len(l.halfOpen) > 0 {
@@ -124,10 +133,17 @@ func (l *listener) dropOldest() {
 	}
 }
 
-// drop closes the oldest half-open connection. l.mu is held.
+// drop closes the oldest half-open connection of the host that has the most.
+// l.mu is held.
 func (l *listener) drop() {
-	l.halfOpen[0].Close() // its setup ends
-	l.halfOpen = slices.Delete(l.halfOpen, 0, 1)
+	count := make(fair.Count)
+	for _, h := range l.halfOpen {
+		count[h.host]++
+	}
+	host, _ := count.Most()
+	n := slices.IndexFunc(l.halfOpen, func(h pending) bool { return h.host == host })
+	l.halfOpen[n].conn.Close() // its setup ends
+	l.halfOpen = slices.Delete(l.halfOpen, n, n+1)
 }
 
 // setup reads one request and reports it, or turns the peer away.
@@ -157,7 +173,7 @@ func (l *listener) setup(conn *net.TCPConn) {
 func (l *listener) exit(conn *net.TCPConn) bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	n := slices.Index(l.halfOpen, conn)
+	n := slices.IndexFunc(l.halfOpen, func(h pending) bool { return h.conn == conn })
 	if n < 0 {
 		return false
 	}
@@ -216,8 +232,8 @@ func (l *listener) close() {
 	l.mu.Lock()
 	again := l.closed
 	l.closed = true
-	for _, c := range l.halfOpen {
-		c.Close()
+	for _, h := range l.halfOpen {
+		h.conn.Close()
 	}
 	l.halfOpen = nil
 	l.mu.Unlock()

@@ -109,7 +109,7 @@ func TestAListenersAddressIsFreeAtOnce(t *testing.T) {
 		ln.mu.Lock()
 		defer ln.mu.Unlock()
 		if len(ln.halfOpen) > 0 {
-			served = ln.halfOpen[0]
+			served = ln.halfOpen[0].conn
 		}
 		return served != nil
 	})
