@@ -206,9 +206,12 @@ func (c *Conn) SetKeepAlivePeriod(d time.Duration) error {
 // adapter also gives up a peer that does not acknowledge what was sent, when its
 // own retries are over, in 15 s or so: that is not for us to change.
 //
-// On iWARP devices it is an RDMA READ of no bytes. A peer that allows none (not an
-// rdmanet, or one from before keepalive) makes this fail with EOPNOTSUPP. A peer in
-// software answers by its process, which a debugger may have stopped.
+// On siw it is an RDMA WRITE of no bytes, too, and what tells is the kernel's TCP
+// under it. This fails with errors.ErrUnsupported where the kernel's module tcp_diag
+// is missing, or the process isn't in the first network namespace.
+//
+// On other iWARP devices it is an RDMA READ of no bytes. A peer that allows none,
+// which is not one of this package, makes this fail with errors.ErrUnsupported.
 func (c *Conn) SetKeepAliveConfig(k net.KeepAliveConfig) error {
 	if err := c.checkOpen(); err != nil {
 		return err

@@ -340,21 +340,29 @@ func (i *id) Device() verbs.Device {
 }
 
 // SetKeepAlive sets when a quiet peer is probed and given up, if that isn't earlier,
-// when the transport's own retries are over. It fails on a connection whose iWARP
+// when the transport's own retries are over. It fails on a connection of siw's
+// where nobody tells what its TCP knows, and on one of another iWARP device whose
 // peer answers no RDMA READs.
 func (i *id) SetKeepAlive(k net.KeepAliveConfig) error {
 	ch := i.lockChannel()
-	defer ch.mu.Unlock()
 	i.keep = k
-	if i.qp == nil {
+	q := i.qp
+	if q == nil || !i.connected {
+		ch.mu.Unlock()
 		return nil
 	}
-	if !i.connected {
+	q.keep.set(k)
+	able := q.canProbe()
+	ch.mu.Unlock()
+	switch {
+	case !k.Enable:
 		return nil
-	}
-	i.qp.keep.set(k)
-	if k.Enable && !i.qp.canProbe() {
+	case !able:
 		return fmt.Errorf("keepalive with an iWARP peer that answers no RDMA READs: %w (%w)", errors.ErrUnsupported, syscall.EOPNOTSUPP)
+	case q.keep.proof == byTCP:
+		if _, err := tcpInfo(i.LocalAddr(), i.RemoteAddr()); err != nil {
+			return fmt.Errorf("keepalive on siw needs the kernel module tcp_diag: %w (%w)", errors.ErrUnsupported, err)
+		}
 	}
 	return nil
 }

@@ -19,16 +19,14 @@ import (
 )
 
 // keepAlive probes a quiet peer with a request of no bytes, which its adapter
-// answers, and neither its program nor its memory notices. On InfiniBand and RoCE
-// it is an RDMA WRITE, since adapters acknowledge what they have received, and
-// give a connection up when nothing is acknowledged. On iWARP a WRITE is done when
-// TCP has taken it, so there it is an RDMA READ, whose response proves that the
-// peer is there. One probe is outstanding at a time, which the transport sends
-// again as often as it takes; the send queue and the CQ have an entry more for it.
+// answers, and neither its program nor its memory notices. One probe is outstanding
+// at a time, which the transport sends again as often as it takes; the send queue
+// and the CQ have an entry more for it.
 //
 // Lock order: the CQ's lock or the channel's → mu.
 type keepAlive struct {
-	qp *qp
+	qp    *qp
+	proof proof
 
 	mu          sync.Mutex
 	timer       *time.Timer // of the next tick; nil while there is none
@@ -36,10 +34,37 @@ type keepAlive struct {
 	stopped     bool        // for good
 	period      time.Duration
 	patience    time.Duration // for the answer to a probe
+	idle        time.Duration
 	outstanding bool
 	since       time.Time // of the post of what is outstanding, or of a later sign of life
 	answers     uint64    // probes answered
 	last        signs     // at the last tick
+}
+
+// proof is what a peer's answer is.
+type proof uint8
+
+const (
+	// On InfiniBand and RoCE an RDMA WRITE completes when the peer's adapter has
+	// acknowledged it. One that isn't there is given up after some retries.
+	byAck proof = iota
+	// siw completes an RDMA WRITE when TCP has taken it. What TCP makes of it we
+	// ask TCP.
+	byTCP
+	// On other iWARP devices an RDMA READ completes with the peer's response. siw
+	// doesn't bear those: to one of no bytes that comes while it is sending (until
+	// Linux 6.12 at least) it responds with bytes of what it has sent.
+	byRead
+)
+
+func (d *device) proof() proof {
+	switch {
+	case d.quirk == quirkSIW:
+		return byTCP
+	case d.iwarp:
+		return byRead
+	}
+	return byAck
 }
 
 // signs of life, counted.
@@ -72,7 +97,8 @@ func (k *keepAlive) set(c net.KeepAliveConfig) {
 		return
 	}
 	// Who was quiet from one tick to the next is probed.
-	k.period = max(cmp.Or(c.Idle, defaultIdle)/2, time.Millisecond)
+	k.idle = cmp.Or(c.Idle, defaultIdle)
+	k.period = max(k.idle/2, time.Millisecond)
 	interval, count := cmp.Or(c.Interval, defaultInterval), cmp.Or(c.Count, defaultCount)
 	k.patience = max(interval, 0) * time.Duration(max(count, 0))
 	if c.Interval < 0 || c.Count < 0 { // as in package net: left as it is
@@ -82,15 +108,14 @@ func (k *keepAlive) set(c net.KeepAliveConfig) {
 	k.timer = time.AfterFunc(k.period, k.tick)
 }
 
-// canProbe reports whether there is a probe that proves anything: an iWARP peer
-// must have said that it answers RDMA READs.
-// The channel's lock is held.
-func (q *qp) canProbe() bool { return !q.dev.iwarp || q.reads }
+// canProbe reports whether the peer has said that it answers RDMA READs, where that
+// matters. The channel's lock is held.
+func (q *qp) canProbe() bool { return q.keep.proof != byRead || q.reads }
 
-// depth is how many RDMA READs to ask for: on iWARP a probe is one. q may be nil.
+// depth is how many RDMA READs to ask for: a probe may be one. q may be nil.
 func (q *qp) depth(p verbs.ConnParam) C.uint8_t {
 	depth := p.InitiatorDepth
-	if q != nil && q.dev.iwarp {
+	if q != nil && q.keep.proof == byRead {
 		depth = max(depth, 1)
 	}
 	return C.uint8_t(depth)
@@ -112,40 +137,47 @@ func (k *keepAlive) stop() {
 // tick probes a quiet peer, and gives up one that does not answer.
 func (k *keepAlive) tick() {
 	received := k.qp.received()
-	if k.look(received) {
+	var silent time.Duration
+	if k.proof == byTCP {
+		if info, err := tcpInfo(k.qp.id.LocalAddr(), k.qp.id.RemoteAddr()); err == nil {
+			silent = silence(&info)
+		}
+	}
+	if k.look(received, silent) {
 		k.qp.lost(fmt.Errorf("keepalive: no answer: %w", syscall.ETIMEDOUT))
 	}
 }
 
 // look is tick with the lock held. It reports whether the peer is gone.
-func (k *keepAlive) look(received uint64) (gone bool) {
+func (k *keepAlive) look(received uint64, silent time.Duration) (gone bool) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	if k.timer == nil {
 		return false
 	}
 	now := signs{received: received, answers: k.answers}
-	if !k.qp.dev.iwarp {
+	if k.proof == byAck {
 		now.posts = k.qp.send.posts.Load()
 	}
 	if now.received != k.last.received || now.answers != k.last.answers {
 		k.since = time.Now()
 	}
-	next := k.period
-	switch {
-	case !k.outstanding:
-		if now == k.last {
-			k.probe()
-			next = min(next, k.patience)
-		}
-	case time.Since(k.since) >= k.patience:
-		k.timer = nil
-		return true
-	default:
-		next = min(next, time.Until(k.since.Add(k.patience)))
+	if !k.outstanding && now == k.last {
+		k.probe()
 	}
 	k.last = now
-	k.timer.Reset(max(next, time.Millisecond))
+	left := k.patience // of it
+	switch {
+	case k.proof == byTCP && silent > 0:
+		left = k.idle + k.patience - silent
+	case k.proof != byTCP && k.outstanding:
+		left = time.Until(k.since.Add(k.patience))
+	}
+	if left <= 0 {
+		k.timer = nil
+		return true
+	}
+	k.timer.Reset(max(min(k.period, left), time.Millisecond))
 	return false
 }
 
@@ -183,7 +215,7 @@ const (
 // probe posts one. k.mu is held.
 func (k *keepAlive) probe() {
 	op := C.int(C.IBV_WR_RDMA_WRITE)
-	if k.qp.dev.iwarp {
+	if k.proof == byRead {
 		op = C.IBV_WR_RDMA_READ
 	}
 	k.post(op, probeNumber)

@@ -27,51 +27,79 @@ func (k *keepAlive) answeredSoFar() uint64 {
 	return k.answers
 }
 
+// proofs are what a device's keepalive may rest on. siw can do what other iWARP
+// devices do, as long as the peer sends nothing.
+func proofs(i verbs.ID) map[string]proof {
+	switch d := i.Device().(*device); {
+	case d.quirk == quirkSIW:
+		return map[string]proof{"TCP": byTCP, "RDMA READ": byRead}
+	default:
+		return map[string]proof{"its own": d.proof()}
+	}
+}
+
 // A probe needs no receive, no memory and no program: neither that of the peer nor
 // the one that has asked for it.
 func TestKeepAliveGoesUnnoticed(t *testing.T) {
 	onEveryDevice(t, func(t *testing.T, addr netip.Addr) {
-		for _, prober := range []string{"dialer", "listener"} {
-			t.Run(prober, func(t *testing.T) {
-				a, b := pair(t, 1000, addr)
-				if prober == "listener" {
-					a, b = b, a
-				}
-				require.NoError(t, a.id.SetKeepAlive(often))
-				b.send(1, "nobody polls")
-				keep := &a.qp.(*qp).keep
-				require.Eventually(t, func() bool { return keep.answeredSoFar() >= 5 }, patience, time.Millisecond)
-				require.NoError(t, a.id.SetKeepAlive(net.KeepAliveConfig{}))
-				was := keep.answeredSoFar()
-				time.Sleep(5 * often.Idle)
-				require.LessOrEqual(t, keep.answeredSoFar(), was+1, "it was turned off")
+		for name, by := range proofs(resolved(t, newTestChannel(t), netip.AddrPortFrom(addr, 9))) {
+			for _, prober := range []string{"dialer", "listener"} {
+				t.Run(prober+" by "+name, func(t *testing.T) {
+					a, b := pair(t, 1000, addr)
+					if prober == "listener" {
+						a, b = b, a
+					}
+					keep := &a.qp.(*qp).keep
+					require.NoError(t, a.id.SetKeepAlive(net.KeepAliveConfig{}))
+					keep.proof = by
+					b.send(1, "nobody polls")
+					require.NoError(t, a.id.SetKeepAlive(often))
+					was := keep.answeredSoFar()
+					require.Eventually(t, func() bool { return keep.answeredSoFar() >= was+5 }, patience, time.Millisecond)
+					require.NoError(t, a.id.SetKeepAlive(net.KeepAliveConfig{}))
+					was = keep.answeredSoFar()
+					time.Sleep(5 * often.Idle)
+					require.LessOrEqual(t, keep.answeredSoFar(), was+1, "it was turned off")
 
-				a.pollUntil(func() bool { return len(a.got) == 1 })
-				require.Equal(t, "nobody polls", string(a.got[0]))
-				b.pollUntil(func() bool { return b.sends == 1 })
-				require.Empty(t, b.got)
-				a.send(1, "alive")
-				b.pollUntil(func() bool { return len(b.got) == 1 })
-			})
+					a.pollUntil(func() bool { return len(a.got) == 1 })
+					require.Equal(t, "nobody polls", string(a.got[0]))
+					b.pollUntil(func() bool { return b.sends == 1 })
+					require.Empty(t, b.got)
+					a.send(1, "alive")
+					b.pollUntil(func() bool { return len(b.got) == 1 })
+				})
+			}
 		}
 	})
 }
 
-// A peer that answers nothing is given up, also while nobody polls. Its TCP is
-// alive, which is why this is for iWARP: rxe's peer on this host always answers.
-func TestKeepAliveGivesUp(t *testing.T) {
+// A peer that takes what comes and says nothing is given up by RDMA READ, also while
+// nobody polls. By TCP it is not: its host answers.
+func TestKeepAliveOfASilentPeer(t *testing.T) {
 	onEveryIWARP(t, func(t *testing.T, addr netip.Addr) {
-		e := dialRaw(t, addr, 1)
 		k := net.KeepAliveConfig{Enable: true, Idle: 20 * time.Millisecond, Interval: 50 * time.Millisecond, Count: 4}
-		start := time.Now()
-		require.NoError(t, e.id.SetKeepAlive(k))
-		ev := next(t, e.ch, verbs.EventDisconnected)
-		require.ErrorIs(t, ev.Err, syscall.ETIMEDOUT)
-		require.GreaterOrEqual(t, time.Since(start), 200*time.Millisecond)
-		e.pollUntil(func() bool { return len(e.bad) == testDepth })
-		for _, wc := range e.bad {
-			require.Equal(t, verbs.StatusWRFlushErr, wc.Status)
-		}
+		t.Run("RDMA READ", func(t *testing.T) {
+			e := dialRaw(t, addr, 1)
+			e.qp.(*qp).keep.proof = byRead
+			start := time.Now()
+			require.NoError(t, e.id.SetKeepAlive(k))
+			require.ErrorIs(t, next(t, e.ch, verbs.EventDisconnected).Err, syscall.ETIMEDOUT)
+			require.GreaterOrEqual(t, time.Since(start), 200*time.Millisecond)
+			e.pollUntil(func() bool { return len(e.bad) == testDepth })
+			for _, wc := range e.bad {
+				require.Equal(t, verbs.StatusWRFlushErr, wc.Status)
+			}
+		})
+		t.Run("TCP", func(t *testing.T) {
+			e := dialRaw(t, addr, 1)
+			require.NoError(t, e.id.SetKeepAlive(k))
+			time.Sleep(time.Second)
+			_, err := e.ch.GetEvent()
+			require.ErrorIs(t, err, syscall.EAGAIN)
+			e.send(1, "goes out")
+			e.pollUntil(func() bool { return e.sends == 1 })
+			require.Empty(t, e.bad)
+		})
 	})
 }
 
@@ -79,6 +107,7 @@ func TestKeepAliveGivesUp(t *testing.T) {
 func TestKeepAliveWithoutReads(t *testing.T) {
 	onEveryIWARP(t, func(t *testing.T, addr netip.Addr) {
 		e := dialRaw(t, addr, 0)
+		e.qp.(*qp).keep.proof = byRead
 		err := e.id.SetKeepAlive(often)
 		require.ErrorIs(t, err, errors.ErrUnsupported)
 		require.ErrorIs(t, err, syscall.EOPNOTSUPP)
@@ -87,6 +116,25 @@ func TestKeepAliveWithoutReads(t *testing.T) {
 		e.pollUntil(func() bool { return e.sends == 1 })
 		require.Empty(t, e.bad)
 	})
+}
+
+// look, of a peer by TCP: the times are exact.
+func TestKeepAliveLooks(t *testing.T) {
+	for name, c := range map[string]struct {
+		silent time.Duration
+		gone   bool
+	}{
+		"not asked":  {0, false},
+		"not yet":    {29 * time.Second, false},
+		"for longer": {30 * time.Second, true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			k := &keepAlive{proof: byTCP, idle: 10 * time.Second, period: 5 * time.Second, patience: 20 * time.Second, outstanding: true}
+			k.timer = time.AfterFunc(time.Hour, func() {})
+			defer k.stop()
+			require.Equal(t, c.gone, k.look(1, c.silent))
+		})
+	}
 }
 
 func onEveryIWARP(t *testing.T, f func(t *testing.T, addr netip.Addr)) {

@@ -182,7 +182,7 @@ func (e *end) send(wrid uint64, text string) {
 	require.Equal(e.t, 1, n)
 }
 
-var testParam = verbs.ConnParam{RetryCount: 7, RNRRetryCount: 7, ResponderResources: 1}
+var testParam = verbs.ConnParam{RetryCount: 7, RNRRetryCount: 7, ResponderResources: 1, InitiatorDepth: 1}
 
 // resolved returns an id that is ready for a QP.
 func resolved(t testing.TB, ch *eventChannel, dst netip.AddrPort) verbs.ID {

@@ -133,7 +133,7 @@ func newQP(i *id, p *pd, c *cq, want verbs.QPCap) (*qp, error) {
 	q.send.init(q.cap.SendWR)
 	q.recv.init(q.cap.RecvWR)
 	q.allocate()
-	q.keep.qp = q
+	q.keep.qp, q.keep.proof = q, q.dev.proof()
 	c.mu.Lock()
 	c.qp = q
 	c.mu.Unlock()
