@@ -89,9 +89,10 @@ type device struct {
 	iwarp bool
 	quirk quirk
 
-	mu   sync.Mutex // guards what follows
-	uses int        // PDs and CQs
-	pin  **C.struct_ibv_context
+	mu     sync.Mutex // guards what follows
+	uses   int        // PDs and CQs
+	pin    **C.struct_ibv_context
+	filler *C.struct_ibv_cq // or nil: takes up a place where siw fails
 }
 
 // quirk is what a driver does differently.
@@ -107,7 +108,9 @@ const (
 	// solicited message to a CQ that is armed for one. Its passive side answers
 	// the dialer first and looks for messages next: one that has come in between
 	// stays unnoticed until another follows. A send that the end of the connection
-	// cuts short it calls a local error.
+	// cuts short it calls a local error. And its library takes the place 0x90000 of
+	// what the kernel lets it map for an error of the kernel's: with some 47 connections
+	// each further queue fails that the kernel puts there.
 	quirkSIW
 )
 
@@ -116,6 +119,9 @@ const (
 	vendorRXE = 0xffffff
 	vendorSIW = 0x626d74
 )
+
+// siwEntry is how many bytes siw has for a completion.
+const siwEntry = 32
 
 var devices struct {
 	sync.Mutex
@@ -187,6 +193,9 @@ func (d *device) use() {
 	defer d.mu.Unlock()
 	if d.uses++; d.uses == 1 {
 		d.pin = C.rn_pin_devices()
+		if d.quirk == quirkSIW { // the first object: from place 0 to beyond 0x90000
+			d.filler = C.rn_create_cq_alone(d.ctx, 0x90000/siwEntry+1)
+		}
 	}
 }
 
@@ -194,6 +203,10 @@ func (d *device) unuse() {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	if d.uses--; d.uses == 0 {
+		if d.filler != nil {
+			C.rn_destroy_cq(d.filler)
+			d.filler = nil
+		}
 		C.rn_unpin_devices(d.pin)
 		d.pin = nil
 	}

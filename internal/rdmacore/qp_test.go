@@ -323,3 +323,16 @@ func readable(raw syscall.RawConn) (yes bool) {
 	})
 	return yes
 }
+
+// TestManyQueues: siw's library fails for the queue that its kernel puts at a
+// certain place, which is the 145th page.
+func TestManyQueues(t *testing.T) {
+	onEveryDevice(t, func(t *testing.T, addr netip.Addr) {
+		a, _ := pair(t, 64, addr)
+		for i := range 300 {
+			c, err := newCQ(a.cq.(*cq).dev, 16)
+			require.NoError(t, err, i)
+			defer func() { require.NoError(t, c.Destroy()) }()
+		}
+	})
+}

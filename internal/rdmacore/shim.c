@@ -433,6 +433,12 @@ int rn_create_cq(struct ibv_context *ctx, int depth, struct ibv_comp_channel **c
 	return ret;
 }
 
+// rn_create_cq_alone makes one that reports no events, or returns NULL.
+struct ibv_cq *rn_create_cq_alone(struct ibv_context *ctx, int depth)
+{
+	return ibv_create_cq(ctx, depth, NULL, NULL, 0);
+}
+
 int rn_destroy_cq(struct ibv_cq *cq)
 {
 	return failed_errno(ibv_destroy_cq(cq));

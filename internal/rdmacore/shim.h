@@ -59,6 +59,7 @@ int rn_dealloc_pd(struct ibv_pd *pd);
 int rn_reg_mr(struct ibv_pd *pd, void *addr, size_t len, int access, struct ibv_mr **mr);
 int rn_dereg_mr(struct ibv_mr *mr);
 int rn_create_cq(struct ibv_context *ctx, int depth, struct ibv_comp_channel **ch, struct ibv_cq **cq);
+struct ibv_cq *rn_create_cq_alone(struct ibv_context *ctx, int depth);
 int rn_destroy_cq(struct ibv_cq *cq);
 void rn_destroy_comp_channel(struct ibv_comp_channel *ch); // whose fd is closed already
 int rn_get_cq_event(struct ibv_comp_channel *ch); // gets and acks; 0 if there is none
