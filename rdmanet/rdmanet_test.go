@@ -317,7 +317,12 @@ func (s *sum) Write(p []byte) (int, error) {
 	return s.h.Write(p)
 }
 
-func (s *sum) String() string { return fmt.Sprintf("%d bytes, %x", s.n, s.h.Sum64()) }
+func (s *sum) String() string {
+	if s.n == 0 {
+		return "nothing"
+	}
+	return fmt.Sprintf("%d bytes, %x", s.n, s.h.Sum64())
+}
 
 // readSum reads to the end, in pieces of random size.
 func readSum(c net.Conn, seed uint64, maxPiece int) (string, error) {
