@@ -91,6 +91,11 @@ func (r *rawPeer) post(n int) {
 // rawConnect asks for a connection. What comes of it is the next event.
 func rawConnect(t testing.TB, p Provider, to netip.AddrPort, private []byte, receives int) *rawPeer {
 	t.Helper()
+	return rawConnectWith(t, p, to, cm.ConnParam{PrivateData: private, RetryCount: 7, RNRRetryCount: 7}, receives)
+}
+
+func rawConnectWith(t testing.TB, p Provider, to netip.AddrPort, param cm.ConnParam, receives int) *rawPeer {
+	t.Helper()
 	r := newRaw(t, p)
 	var err error
 	r.id, err = r.ch.NewID()
@@ -100,7 +105,7 @@ func rawConnect(t testing.TB, p Provider, to netip.AddrPort, private []byte, rec
 	require.NoError(t, r.id.ResolveRoute(patience))
 	r.wait(cm.EventRouteResolved)
 	r.open(receives)
-	require.NoError(t, r.id.Connect(cm.ConnParam{PrivateData: private, RetryCount: 7, RNRRetryCount: 7}))
+	require.NoError(t, r.id.Connect(param))
 	return r
 }
 

@@ -68,7 +68,7 @@ func handle(p unsafe.Pointer) C.uintptr_t { return C.uintptr_t(uintptr(p)) }
 func newCQ(d *device, depth int) (*cq, error) {
 	c := &cq{dev: d, tries: 1}
 	d.use()
-	ret := C.rn_create_cq(d.ctx, C.int(depth+1), &c.ch, &c.c)
+	ret := C.rn_create_cq(d.ctx, C.int(depth+probeRoom), &c.ch, &c.c)
 	if err := errnoOf(int(ret)); err != nil {
 		d.unuse()
 		return nil, opError("ibv_create_cq", err)

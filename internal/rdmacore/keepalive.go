@@ -20,8 +20,8 @@ import (
 
 // keepAlive probes a quiet peer with a request of no bytes, which its adapter
 // answers, and neither its program nor its memory notices. One probe is outstanding
-// at a time, which the transport sends again as often as it takes; the send queue
-// and the CQ have an entry more for it.
+// at a time, which the transport sends again as often as it takes. The send queue
+// and the CQ have probeRoom entries more, for that one and for nudges.
 //
 // Lock order: the CQ's lock or the channel's → mu.
 type keepAlive struct {
@@ -35,7 +35,8 @@ type keepAlive struct {
 	period      time.Duration
 	patience    time.Duration // for the answer to a probe
 	idle        time.Duration
-	outstanding bool
+	nudged      int       // nudges outstanding
+	outstanding bool      // a probe is
 	since       time.Time // of the post of what is outstanding, or of a later sign of life
 	answers     uint64    // probes answered
 	last        signs     // at the last tick
@@ -186,6 +187,11 @@ func (k *keepAlive) look(received uint64, silent time.Duration) (gone bool) {
 // messages that come in between stay unnoticed until something follows them.
 var nudges = [...]time.Duration{2 * time.Millisecond, 10 * time.Millisecond, 50 * time.Millisecond, 250 * time.Millisecond, time.Second, 4 * time.Second}
 
+// probeRoom is how many nudges and probes may be outstanding. A nudge does not wait
+// for the one before it: that is over only when the program polls, which may be
+// waiting for what the nudge is to bring about.
+const probeRoom = len(nudges) + 1
+
 // nudge arranges for number n of them and those after it.
 func (k *keepAlive) nudge(n int) {
 	k.mu.Lock()
@@ -200,7 +206,9 @@ func (k *keepAlive) nudge(n int) {
 	k.nudger = time.AfterFunc(after, func() {
 		k.mu.Lock()
 		if !k.stopped {
-			k.post(C.IBV_WR_RDMA_WRITE, nudgeNumber)
+			if C.rn_post_probe(k.qp.c, C.IBV_WR_RDMA_WRITE, nudgeNumber) == 0 {
+				k.nudged++
+			}
 		}
 		k.mu.Unlock()
 		k.nudge(n + 1)
@@ -218,15 +226,8 @@ func (k *keepAlive) probe() {
 	if k.proof == byRead {
 		op = C.IBV_WR_RDMA_READ
 	}
-	k.post(op, probeNumber)
-}
-
-// post posts a probe or a nudge, unless one is outstanding. k.mu is held.
-func (k *keepAlive) post(op C.int, number C.uint64_t) {
-	if !k.outstanding {
-		k.outstanding = C.rn_post_probe(k.qp.c, op, number) == 0
-		k.since = time.Now()
-	}
+	k.outstanding = C.rn_post_probe(k.qp.c, op, probeNumber) == 0
+	k.since = time.Now()
 }
 
 // answered takes the completion of a probe or a nudge. The CQ's lock is held. A
@@ -234,9 +235,13 @@ func (k *keepAlive) post(op C.int, number C.uint64_t) {
 // not notice.
 func (k *keepAlive) answered(s verbs.Status, probe bool) {
 	k.mu.Lock()
-	k.outstanding = false
-	if probe && s == verbs.StatusSuccess {
-		k.answers++
+	if probe {
+		k.outstanding = false
+		if s == verbs.StatusSuccess {
+			k.answers++
+		}
+	} else {
+		k.nudged--
 	}
 	k.mu.Unlock()
 	if s == verbs.StatusSuccess || s == verbs.StatusWRFlushErr {

@@ -163,13 +163,12 @@ func deviceOf(ctx *C.struct_ibv_context) *device {
 	return d
 }
 
-// limits leaves room for our own: a keepalive probe in the send queue and in
-// the CQ.
+// limits leaves room for our own: probes in the send queue and in the CQ.
 func limits(a *C.struct_ibv_device_attr, inline int) verbs.DeviceAttr {
 	return verbs.DeviceAttr{
-		MaxQPWR:   int(a.max_qp_wr) - 1,
+		MaxQPWR:   int(a.max_qp_wr) - probeRoom,
 		MaxSGE:    int(a.max_sge),
-		MaxCQE:    int(a.max_cqe) - 1,
+		MaxCQE:    int(a.max_cqe) - probeRoom,
 		MaxInline: inline,
 	}
 }

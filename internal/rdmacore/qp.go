@@ -125,7 +125,7 @@ func newQP(i *id, p *pd, c *cq, want verbs.QPCap) (*qp, error) {
 	q.c = i.c.qp
 	q.num = uint32(q.c.qp_num)
 	q.cap = verbs.QPCap{
-		SendWR:    int(granted.max_send_wr) - 1,
+		SendWR:    int(granted.max_send_wr) - probeRoom,
 		RecvWR:    int(granted.max_recv_wr),
 		SendSGE:   int(granted.max_send_sge),
 		MaxInline: int(granted.max_inline_data),
@@ -148,7 +148,7 @@ func newQP(i *id, p *pd, c *cq, want verbs.QPCap) (*qp, error) {
 func (q *qp) create(p *pd, c *cq, want verbs.QPCap) (granted C.struct_ibv_qp_cap, err error) {
 	for inline := min(max(want.MaxInline, wantInline), q.dev.attr.MaxInline); ; inline /= 2 {
 		granted = C.struct_ibv_qp_cap{
-			max_send_wr:     C.uint32_t(want.SendWR + 1),
+			max_send_wr:     C.uint32_t(want.SendWR + probeRoom),
 			max_recv_wr:     C.uint32_t(want.RecvWR),
 			max_send_sge:    C.uint32_t(want.SendSGE),
 			max_recv_sge:    1,
