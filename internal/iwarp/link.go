@@ -11,14 +11,15 @@ import (
 
 // link is a TCP connection as a queue pair uses it.
 //
-// read, readv and writev never block: they return EAGAIN instead. They use the
-// bare descriptor, so they may only be called while the half of the queue pair
-// that they belong to is open and its lock is held; nobody closes the
-// connection before both halves are dead.
+// read, readv, writev and pending never block: the first three return EAGAIN
+// instead. They use the bare descriptor, so they may only be called while the half
+// of the queue pair that they belong to is open and its lock is held; nobody closes
+// the connection before both halves are dead.
 type link interface {
 	read(p []byte) (int, error)
 	readv(p [][]byte) (int, error)
 	writev(p [][]byte) (int, error)
+	pending() bool // a read would find something, if only the end
 
 	// awaitRead and awaitWrite call done whenever the socket becomes readable or
 	// writable, and once at the start, until it returns true. A deadline or Close
@@ -90,6 +91,12 @@ func (l *tcpLink) writev(p [][]byte) (int, error) {
 			return n, err
 		}
 	}
+}
+
+func (l *tcpLink) pending() bool {
+	var b [1]byte
+	_, _, err := unix.Recvfrom(l.fd, b[:], unix.MSG_PEEK|unix.MSG_DONTWAIT)
+	return err != unix.EAGAIN && err != unix.EINTR
 }
 
 func (l *tcpLink) awaitRead(done func(uintptr) bool) error  { return l.raw.Read(done) }

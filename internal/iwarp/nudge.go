@@ -14,8 +14,10 @@ import (
 // while the connection is young: a nudge, which touches no memory and uses up no
 // receive. No set-up frame says that a peer needs none, so all are nudged.
 //
-// A peer that has sent a message has its socket hooked up. What was sent before
-// that may still be unnoticed, so there is one nudge more, and then no other.
+// It ends as soon as anything has come from the peer, who may not send before it
+// has received (RFC 5044 section 7.1.2): it has noticed. A nudge after that would do
+// harm. siw closes its socket while data is on its way to us, and TCP answers what
+// comes for a closed socket with a reset, which destroys that data.
 
 // nudges are when they are due, after the connection is established. A variable
 // for tests.
@@ -51,7 +53,7 @@ func (n *nudger) stop() {
 	}
 }
 
-// nudge sends one.
+// nudge sends one, unless the peer was heard.
 func (q *qp) nudge() {
 	heard := q.heard()
 	t := &q.tx
@@ -62,9 +64,9 @@ func (q *qp) nudge() {
 	}
 	if heard {
 		t.nudger.stop()
-	} else {
-		t.nudger.next()
+		return
 	}
+	t.nudger.next()
 	if t.flushing {
 		return // there is more to come anyway
 	}
@@ -87,9 +89,9 @@ func (q *qp) nudge() {
 	}
 }
 
-// heard reports whether the peer has sent a message.
+// heard reports whether anything, if only the end, has come from the peer.
 func (q *qp) heard() bool {
 	q.rx.mu.Lock()
 	defer q.rx.mu.Unlock()
-	return q.rx.msn > 1
+	return q.rx.state != halfOpen || q.rx.heard || q.link.pending()
 }

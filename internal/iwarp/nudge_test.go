@@ -1,6 +1,7 @@
 package iwarp
 
 import (
+	"io"
 	"math"
 	"runtime"
 	"slices"
@@ -57,23 +58,28 @@ func TestOnlyADialerNudges(t *testing.T) {
 	}
 }
 
-// A peer that sends has hooked up its socket, and one nudge more makes it look.
-func TestAPeerThatWasHeardIsNudgedOnceMore(t *testing.T) {
-	const hour = time.Hour
-	setNudges(t, hour, 2*hour, 3*hour)
-	e, p := connectPeer(t, true, 100, false)
-	q := e.qp.(*qp)
-	q.nudge()
-	require.False(t, nudgerOf(e).over(q))
-	alive(e, p)
-	require.False(t, nudgerOf(e).over(q), "what crossed the peer's message may be unnoticed")
-	q.nudge()
-	require.True(t, nudgerOf(e).over(q))
-	q.nudge() // one whose timer was too late to be stopped
-	require.NoError(t, e.id.Disconnect())
-	require.Equal(t, []fpdu{aNudge, aNudge}, p.rest())
-	p.Close()
-	e.settles()
+// A peer that sends has noticed. What it has sent need not have been read here.
+func TestAPeerThatWasHeardIsNotNudged(t *testing.T) {
+	for _, weRead := range []bool{true, false} {
+		setNudges(t, time.Hour, 2*time.Hour, 3*time.Hour)
+		e, p := connectPeer(t, true, 100, false)
+		q := e.qp.(*qp)
+		q.nudge()
+		require.False(t, nudgerOf(e).over(q))
+		if weRead {
+			alive(e, p)
+		} else {
+			p.write([]byte{0}) // not even a message
+			eventually(t, "it is here", q.heard)
+		}
+		q.nudge()
+		require.True(t, nudgerOf(e).over(q))
+		q.nudge() // one whose timer was too late to be stopped
+		require.NoError(t, e.id.Disconnect())
+		require.Equal(t, []fpdu{aNudge}, p.rest())
+		p.Close()
+		e.settles()
+	}
 }
 
 // However a connection ends, nothing of its nudges is left, and a late one does
@@ -109,7 +115,7 @@ func TestClosingRacesWithNudges(t *testing.T) {
 	setNudges(t, slices.Repeat([]time.Duration{0}, 1000)...)
 	for i := range 50 {
 		e, p := connectPeer(t, true, 100, false)
-		go func() { p.rest() }()
+		go func() { _, _ = io.Copy(io.Discard, p) }()
 		for range i % 7 {
 			runtime.Gosched()
 		}

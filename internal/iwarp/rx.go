@@ -43,6 +43,7 @@ type rxState struct {
 	readMSN  uint32 // of the next Read Request
 	tagBegun bool   // a tagged message is under way
 	awaited  bool   // this is the first FPDU, for which our sends wait
+	heard    bool   // something was read
 
 	staging []byte // scratch; staging[lo:hi] is read and not yet parsed
 	lo, hi  int
@@ -190,7 +191,7 @@ func (q *qp) readInto(size int, read func() (int, error)) (int, error) {
 	case n == 0:
 		return 0, io.EOF
 	}
-	r.drained = n < size
+	r.drained, r.heard = n < size, true
 	return n, nil
 }
 

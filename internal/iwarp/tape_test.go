@@ -65,6 +65,12 @@ func (l *tape) readv(p [][]byte) (n int, err error) {
 	return n, nil
 }
 
+func (l *tape) pending() bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return len(l.in) > 0 || l.eof
+}
+
 func (l *tape) writev(p [][]byte) (n int, err error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()

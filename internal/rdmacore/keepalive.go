@@ -184,7 +184,9 @@ func (k *keepAlive) look(received uint64, silent time.Duration) (gone bool) {
 
 // nudges are when, after it has made a connection, a siw dialer sends a message of
 // no bytes. Its peer answers the request first and hooks up the socket next:
-// messages that come in between stay unnoticed until something follows them.
+// messages that come in between stay unnoticed until something follows them. A peer
+// from which a message was taken has noticed, and may have closed its socket since:
+// TCP would answer one more with a reset.
 var nudges = [...]time.Duration{2 * time.Millisecond, 10 * time.Millisecond, 50 * time.Millisecond, 250 * time.Millisecond, time.Second, 4 * time.Second}
 
 // probeRoom is how many nudges and probes may be outstanding. A nudge does not wait
@@ -204,6 +206,9 @@ func (k *keepAlive) nudge(n int) {
 		after -= nudges[n-1]
 	}
 	k.nudger = time.AfterFunc(after, func() {
+		if k.qp.heard() {
+			return
+		}
 		k.mu.Lock()
 		if !k.stopped {
 			if C.rn_post_probe(k.qp.c, C.IBV_WR_RDMA_WRITE, nudgeNumber) == 0 {
