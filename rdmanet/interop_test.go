@@ -124,18 +124,20 @@ func TestCloseWriteAcrossProviders(t *testing.T) {
 // before.
 func TestCloseAcrossProviders(t *testing.T) {
 	onEveryMix(t, func(t *testing.T, dialer, listener Config, addr string) {
-		for _, dialerCloses := range []bool{true, false} {
-			checkLeaks(t)
-			a, b := pairOf(t, dialer, listener, addr)
-			closeLater(t, a, b)
-			if !dialerCloses {
-				a, b = b, a
-			}
-			p := bytesOf(2, 100_000)
-			write(t, a, p)
-			require.NoError(t, a.Close())
-			require.True(t, bytes.Equal(p, read(t, b, len(p))))
-			requireEOF(t, b)
+		for _, who := range []string{"dialer", "listener"} {
+			t.Run(who, func(t *testing.T) {
+				checkLeaks(t)
+				a, b := pairOf(t, dialer, listener, addr)
+				closeLater(t, a, b)
+				if who == "listener" {
+					a, b = b, a
+				}
+				p := bytesOf(2, 100_000)
+				write(t, a, p)
+				require.NoError(t, a.Close())
+				require.True(t, bytes.Equal(p, read(t, b, len(p))))
+				requireEOF(t, b)
+			})
 		}
 	})
 }

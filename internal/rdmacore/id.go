@@ -242,8 +242,10 @@ func privateData(b []byte) (unsafe.Pointer, C.uint8_t) {
 }
 
 // Disconnect is rdma_disconnect(3). A connection that the peer has ended is no
-// error: the queue pair is then in the error state, too.
+// error: the queue pair is then in the error state, too. On siw it blocks until the
+// peer has acknowledged what was sent, for a second at most.
 func (i *id) Disconnect() error {
+	i.awaitAcks()
 	i.mu.Lock()
 	defer i.mu.Unlock()
 	if i.destroyed {

@@ -4,6 +4,7 @@ package rdmacore
 
 import (
 	"encoding/binary"
+	"errors"
 	"fmt"
 	"net"
 	"net/netip"
@@ -27,12 +28,20 @@ const (
 // or this one's if it is another. That takes the kernel module tcp_diag, which is
 // loaded when needed.
 func tcpInfo(local, remote netip.AddrPort) (info unix.TCPInfo, err error) {
+	info, err = askTCP(local, remote, interfaceNamed(local.Addr().Zone()))
+	if errors.Is(err, unix.ENOENT) { // a socket that is bound to an interface is found only with it
+		info, err = askTCP(local, remote, interfaceOf(local.Addr()))
+	}
+	return info, err
+}
+
+func askTCP(local, remote netip.AddrPort, ifindex int) (info unix.TCPInfo, err error) {
 	fd, err := unix.Socket(unix.AF_NETLINK, unix.SOCK_RAW|unix.SOCK_CLOEXEC, unix.NETLINK_SOCK_DIAG)
 	if err != nil {
 		return info, fmt.Errorf("sock_diag: %w", err)
 	}
 	defer unix.Close(fd)
-	if err := unix.Sendto(fd, diagRequest(local, remote), 0, &unix.SockaddrNetlink{Family: unix.AF_NETLINK}); err != nil {
+	if err := unix.Sendto(fd, diagRequest(local, remote, ifindex), 0, &unix.SockaddrNetlink{Family: unix.AF_NETLINK}); err != nil {
 		return info, fmt.Errorf("sock_diag: %w", err)
 	}
 	b := make([]byte, 4096)
@@ -44,7 +53,7 @@ func tcpInfo(local, remote netip.AddrPort) (info unix.TCPInfo, err error) {
 }
 
 // diagRequest asks for one connection.
-func diagRequest(local, remote netip.AddrPort) []byte {
+func diagRequest(local, remote netip.AddrPort, ifindex int) []byte {
 	native, b := binary.NativeEndian, make([]byte, diagRequestLen)
 	native.PutUint32(b, diagRequestLen)
 	native.PutUint16(b[4:], unix.SOCK_DIAG_BY_FAMILY)
@@ -62,9 +71,7 @@ func diagRequest(local, remote netip.AddrPort) []byte {
 	binary.BigEndian.PutUint16(id[2:], remote.Port())
 	copy(id[4:], local.Addr().AsSlice())
 	copy(id[20:], remote.Addr().AsSlice())
-	if zone, err := net.InterfaceByName(local.Addr().Zone()); err == nil {
-		native.PutUint32(id[36:], uint32(zone.Index))
-	}
+	native.PutUint32(id[36:], uint32(ifindex))
 	native.PutUint64(id[40:], ^uint64(0)) // no cookie
 	return b
 }
@@ -100,4 +107,29 @@ func silence(info *unix.TCPInfo) time.Duration {
 		return 0
 	}
 	return time.Duration(info.Last_ack_recv) * time.Millisecond
+}
+
+// undelivered reports whether there is something that the peer's TCP has not
+// acknowledged.
+func undelivered(info *unix.TCPInfo) bool { return info.Unacked > 0 || info.Notsent_bytes > 0 }
+
+func interfaceNamed(zone string) int {
+	if ifi, err := net.InterfaceByName(zone); err == nil {
+		return ifi.Index
+	}
+	return 0
+}
+
+// interfaceOf returns the number of the interface that has an address, or 0.
+func interfaceOf(a netip.Addr) int {
+	interfaces, _ := net.Interfaces()
+	for _, ifi := range interfaces {
+		addrs, _ := ifi.Addrs()
+		for _, has := range addrs {
+			if n, ok := has.(*net.IPNet); ok && n.IP.Equal(a.AsSlice()) {
+				return ifi.Index
+			}
+		}
+	}
+	return 0
 }
