@@ -23,6 +23,9 @@ func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 // patience bounds every wait; an emulated machine is slow.
 const patience = 30 * time.Second
 
+// long asks for what takes too long to be done always.
+var long = os.Getenv("RDMANET_LONG") == "1"
+
 // target is a provider and an address to test it on.
 type target struct {
 	verbs.Provider
@@ -73,13 +76,28 @@ func addresses(t *testing.T, provider string) (addrs []netip.Addr) {
 		}
 		return addrs
 	}
-	for _, v := range []string{"RXE4", "RXE6", "SIW4", "SIW6"} {
+	addrs = labAddresses("RXE4", "RXE6", "SIW4", "SIW6")
+	if len(addrs) == 0 && os.Getenv("RDMANET_REQUIRE_DEVICE") == "1" {
+		t.Fatal("no device: RDMANET_LAB_RXE4 and the like are not set")
+	}
+	return addrs
+}
+
+// skip fails instead where devices are required.
+func skip(t *testing.T, reason string) {
+	t.Helper()
+	if os.Getenv("RDMANET_REQUIRE_DEVICE") == "1" {
+		t.Fatal(reason)
+	}
+	t.Skip(reason)
+}
+
+// labAddresses returns those of some names that the lab has given one to.
+func labAddresses(names ...string) (addrs []netip.Addr) {
+	for _, v := range names {
 		if a := os.Getenv("RDMANET_LAB_" + v); a != "" {
 			addrs = append(addrs, netip.MustParseAddr(a))
 		}
-	}
-	if len(addrs) == 0 && os.Getenv("RDMANET_REQUIRE_DEVICE") == "1" {
-		t.Fatal("no device: RDMANET_LAB_RXE4 and the like are not set")
 	}
 	return addrs
 }
@@ -164,18 +182,25 @@ type end struct {
 const depth = 16
 
 func newEnd(t *testing.T, id *cm.ID) *end {
+	e := makeEnd(t, id, 256)
+	t.Cleanup(e.close)
+	return e
+}
+
+// makeEnd is newEnd with blocks of a given size, and without the close at the
+// test's end.
+func makeEnd(t *testing.T, id *cm.ID, block int) *end {
 	dev, ok := id.Device()
 	require.True(t, ok)
 	pd, err := dev.AllocPD()
 	require.NoError(t, err)
 	cq, err := dev.NewCQ(2 * depth)
 	require.NoError(t, err)
-	pool, err := qp.NewPool(pd, qp.PoolConfig{BlockSize: 256, MaxBytes: 1 << 20})
+	pool, err := qp.NewPool(pd, qp.PoolConfig{BlockSize: block, MaxBytes: 1 << 20})
 	require.NoError(t, err)
 	q, err := id.CreateQP(pd, cq, qp.Cap{SendWR: depth, RecvWR: depth, SendSGE: 2})
 	require.NoError(t, err)
 	e := &end{t: t, id: id, pd: pd, cq: cq, qp: q, pool: pool}
-	t.Cleanup(e.close)
 	e.recv(0, 1, 2, 3, 4, 5, 6, 7)
 	return e
 }
@@ -189,10 +214,14 @@ func (e *end) buffer() *qp.Buffer {
 
 func (e *end) recv(wrids ...uint64) {
 	for _, wrid := range wrids {
-		n, err := e.qp.PostRecv([]qp.RecvWR{{WRID: wrid, SGE: e.buffer().BlockSGE()}})
-		require.NoError(e.t, err)
-		require.Equal(e.t, 1, n)
+		e.postRecv(wrid, e.buffer())
 	}
+}
+
+func (e *end) postRecv(wrid uint64, b *qp.Buffer) {
+	n, err := e.qp.PostRecv([]qp.RecvWR{{WRID: wrid, SGE: b.BlockSGE()}})
+	require.NoError(e.t, err)
+	require.Equal(e.t, 1, n)
 }
 
 func (e *end) send(signaled bool, wrids ...uint64) {
@@ -238,11 +267,16 @@ func (e *end) drain() []qp.WC {
 	})
 }
 
+// kill ends the connection, so that nothing is outstanding.
+func (e *end) kill() {
+	require.NoError(e.t, e.qp.SetError())
+	e.drain()
+}
+
 // close frees everything but the id.
 func (e *end) close() {
 	if !e.qp.Closed() {
-		require.NoError(e.t, e.qp.SetError())
-		e.drain()
+		e.kill()
 		require.NoError(e.t, e.qp.Close())
 	}
 	for _, b := range e.bufs {
