@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"encoding/binary"
+	"errors"
 	"fmt"
 	"io"
 	"net"
@@ -59,10 +60,14 @@ type relay struct {
 // captureMSS is the segment size of an Ethernet.
 const captureMSS = 1460
 
-// newRelay returns a relay to an address. Its connections have segments as on an
-// Ethernet, so that messages take many FPDUs.
-func newRelay(t *testing.T, to netip.AddrPort) *relay {
-	lc := net.ListenConfig{Control: func(_, _ string, c syscall.RawConn) error { return setMSS(c) }}
+// newRelay returns a relay to an address. Its segments on that side are as on an
+// Ethernet, and on the dialer's side if it is an Ethernet: then messages take many
+// FPDUs.
+func newRelay(t *testing.T, to netip.AddrPort, ethernet bool) *relay {
+	var lc net.ListenConfig
+	if ethernet {
+		lc.Control = setMSS
+	}
 	ln, err := lc.Listen(t.Context(), "tcp", "127.0.0.1:0")
 	require.NoError(t, err)
 	r := &relay{ln: ln}
@@ -73,8 +78,12 @@ func newRelay(t *testing.T, to netip.AddrPort) *relay {
 			return
 		}
 		defer in.Close()
-		d := net.Dialer{Control: func(_, _ string, c syscall.RawConn) error { return setMSS(c) }}
-		out, err := d.DialContext(context.Background(), "tcp", to.String())
+		d := net.Dialer{Control: setMSS}
+		out, err := d.Dial("tcp", to.String())
+		for start := time.Now(); errors.Is(err, syscall.ECONNREFUSED) && time.Since(start) < patience; { // not yet
+			time.Sleep(20 * time.Millisecond)
+			out, err = d.Dial("tcp", to.String())
+		}
 		if err != nil {
 			return
 		}
@@ -87,7 +96,7 @@ func newRelay(t *testing.T, to netip.AddrPort) *relay {
 	return r
 }
 
-func setMSS(c syscall.RawConn) (err error) {
+func setMSS(_, _ string, c syscall.RawConn) (err error) {
 	closed := c.Control(func(fd uintptr) { err = unix.SetsockoptInt(int(fd), unix.IPPROTO_TCP, unix.TCP_MAXSEG, captureMSS) })
 	if closed != nil {
 		return closed
@@ -263,7 +272,7 @@ func recorded(t *testing.T, crc bool, revision uint8) []segment {
 	param.CRC, param.MPARevision = crc, revision
 	var r *relay
 	client, server := rpingPair(t, target{Provider: p, addr: netip.MustParseAddr("127.0.0.1")}, param, func(to netip.AddrPort) netip.AddrPort {
-		r = newRelay(t, to)
+		r = newRelay(t, to, true)
 		return r.addr()
 	})
 	playRping(client, server, 1)
@@ -425,4 +434,26 @@ func TestWiresharkUnderstandsUsAndSiw(t *testing.T) {
 		require.Equal(t, s["FPDU"], s["DDP"])
 		require.Equal(t, s["FPDU"], all)
 	}
+}
+
+// Software keeps its FPDUs to a segment each. siw would take longer ones as well,
+// cut anywhere.
+func TestSiwTakesFPDUsLongerThanSegments(t *testing.T) {
+	onEveryCounterpart(t, func(t *testing.T, c counterpart) {
+		if c.Name() == "device" {
+			return
+		}
+		addr := c.free(t)
+		ended := start(t, "rping", rpingArgs(addr, "-s")...)
+		r := newRelay(t, addr, false)
+		k := rpingOn(t, c.dial(t, 256, r.addr(), c.with(rpingParam)))
+		k.nudge = c.nudges()
+		k.ping(rpingRounds)
+		require.NoError(t, k.id.Disconnect())
+		k.disconnected()
+		ended()
+		r.wait()
+		_, longest := expected(t, stream(r.segments, true))
+		require.Greater(t, longest, 10*captureMSS)
+	})
 }

@@ -230,7 +230,7 @@ func (i *id) accepted(conn *net.TCPConn, reply wire.SetupFrame, p verbs.ConnPara
 func (i *id) established(conn *net.TCPConn, a agreed, privateData []byte) error {
 	l, err := newTCPLink(conn)
 	if err == nil {
-		err = i.qp.start(l, l.mss, a, &verbs.Event{Type: verbs.EventEstablished, PrivateData: privateData})
+		err = i.qp.start(l, a, &verbs.Event{Type: verbs.EventEstablished, PrivateData: privateData})
 	}
 	if err != nil {
 		conn.Close()

@@ -12,14 +12,18 @@ import (
 // link is a TCP connection as a queue pair uses it.
 //
 // read, readv, writev and pending never block: the first three return EAGAIN
-// instead. They use the bare descriptor, so they may only be called while the half
-// of the queue pair that they belong to is open and its lock is held; nobody closes
-// the connection before both halves are dead.
+// instead. They and mss use the bare descriptor, so they may only be called while
+// the half of the queue pair that they belong to is open and its lock is held;
+// nobody closes the connection before both halves are dead.
 type link interface {
 	read(p []byte) (int, error)
 	readv(p [][]byte) (int, error)
 	writev(p [][]byte) (int, error)
 	pending() bool // a read would find something, if only the end
+
+	// mss is TCP's maximum segment size, in bytes of payload, as it is now; 0 if
+	// unknown. It is for whoever may call writev.
+	mss() int
 
 	// awaitRead and awaitWrite call done whenever the socket becomes readable or
 	// writable, and once at the start, until it returns true. A deadline or Close
@@ -42,7 +46,6 @@ type tcpLink struct {
 	*net.TCPConn
 	raw syscall.RawConn
 	fd  int
-	mss int // TCP's maximum segment size, 0 if unknown
 }
 
 func newTCPLink(conn *net.TCPConn) (*tcpLink, error) {
@@ -52,11 +55,7 @@ func newTCPLink(conn *net.TCPConn) (*tcpLink, error) {
 		return nil, fmt.Errorf("socket: %w", err)
 	}
 	l.raw = raw
-	err = raw.Control(func(fd uintptr) {
-		l.fd = int(fd)
-		l.mss, _ = unix.GetsockoptInt(l.fd, unix.IPPROTO_TCP, unix.TCP_MAXSEG)
-	})
-	if err != nil {
+	if err := raw.Control(func(fd uintptr) { l.fd = int(fd) }); err != nil {
 		return nil, fmt.Errorf("socket: %w", err)
 	}
 	return l, nil
@@ -97,6 +96,14 @@ func (l *tcpLink) pending() bool {
 	var b [1]byte
 	_, _, err := unix.Recvfrom(l.fd, b[:], unix.MSG_PEEK|unix.MSG_DONTWAIT)
 	return err != unix.EAGAIN && err != unix.EINTR
+}
+
+func (l *tcpLink) mss() int {
+	mss, err := unix.GetsockoptInt(l.fd, unix.IPPROTO_TCP, unix.TCP_MAXSEG)
+	if err != nil {
+		return 0
+	}
+	return mss
 }
 
 func (l *tcpLink) awaitRead(done func(uintptr) bool) error  { return l.raw.Read(done) }

@@ -5,7 +5,6 @@ import (
 	"sync/atomic"
 	"syscall"
 
-	"github.com/rdmanet/rdmanet/internal/iwarp/wire"
 	"github.com/rdmanet/rdmanet/internal/verbs"
 )
 
@@ -72,7 +71,7 @@ func (q *qp) Cap() verbs.QPCap { return q.cap }
 
 // start takes over a connection whose set-up is done, and reports established
 // before anything else can be reported about it.
-func (q *qp) start(l link, mss int, a agreed, established *verbs.Event) error {
+func (q *qp) start(l link, a agreed, established *verbs.Event) error {
 	q.rx.mu.Lock()
 	defer q.rx.mu.Unlock()
 	q.tx.mu.Lock()
@@ -81,7 +80,7 @@ func (q *qp) start(l link, mss int, a agreed, established *verbs.Event) error {
 		return fmt.Errorf("the QP is in the error state: %w", syscall.EINVAL)
 	}
 	q.link, q.crc, q.asked = l, a.crc, a.asked
-	q.maxPayload = max(wire.ULPDUFor(mss)-wire.UntaggedHeaderLen, minPayload)
+	q.fitSegments()
 	q.rx.state, q.tx.state = halfOpen, halfOpen
 	q.rx.msn, q.tx.msn, q.rx.readMSN = 1, 1, 1
 	q.tx.reads.start(a.ird, a.ord)
@@ -101,10 +100,6 @@ func (q *qp) connection() link {
 	defer q.rx.mu.Unlock()
 	return q.link
 }
-
-// minPayload is for sockets that report a senseless segment size: TCP's
-// default of 536 bytes (RFC 9293 section 3.7.1), less our headers.
-const minPayload = 504
 
 // Destroy detaches the QP. A live connection is aborted.
 func (q *qp) Destroy() error {

@@ -285,6 +285,7 @@ func (q *qp) cutAnswer() bool {
 	a := r.answers.front()
 	left := int(a.Size) - r.answered
 	size := min(left, q.maxPayload)
+	q.tx.fits -= size
 	if size > smallSGE && b.n+3 > maxIovecs {
 		return false
 	}

@@ -21,7 +21,8 @@ import (
 // tape is a link without a socket: what is on it is read in pieces of a given
 // size, and what is written is recorded, as far as there is room.
 type tape struct {
-	piece func() int // bytes that the next read may have; nil is any number
+	piece   func() int // bytes that the next read may have; nil is any number
+	segment int        // what mss returns
 
 	mu     sync.Mutex
 	in     []byte
@@ -86,6 +87,8 @@ func (l *tape) writev(p [][]byte) (n int, err error) {
 	return n, nil
 }
 
+func (l *tape) mss() int { return l.segment }
+
 // give makes room for n more bytes.
 func (l *tape) give(n int) {
 	l.mu.Lock()
@@ -141,7 +144,8 @@ func onLink(t testing.TB, ch *eventChannel, l link, mss int, a agreed, want verb
 	c := newCQ(want.SendWR + want.RecvWR)
 	q, err := newQP(newID(ch), &pd{}, c, want)
 	require.NoError(t, err)
-	require.NoError(t, q.start(l, mss, a, &verbs.Event{Type: verbs.EventEstablished}))
+	l.segment = mss
+	require.NoError(t, q.start(l, a, &verbs.Event{Type: verbs.EventEstablished}))
 	next(t, ch, verbs.EventEstablished)
 	t.Cleanup(func() {
 		q.Destroy()

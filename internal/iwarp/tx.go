@@ -23,6 +23,7 @@ type txState struct {
 	queue   []sendWR // ring of what is not yet cut into FPDUs
 	head, n int
 	cut     cursor // how far queue[head] is
+	fits    int    // bytes of payload until qp.maxPayload is looked at again
 	batch   batch
 
 	reads  reads
@@ -86,6 +87,28 @@ const (
 	frameLen  = wire.FPDUHeaderLen + wire.UntaggedHeaderLen + smallSGE + wire.MaxTrailerLen
 	smallSGE  = 256  // a gather entry up to this size is copied next to the header
 	smallSend = 4096 // an inline message up to this size is taken even if the socket is full
+)
+
+// fitSegments makes FPDUs as long as fit into one of TCP's segments, whoever the
+// peer is: RFC 5044 has the sender do so, for adapters that place a segment when it
+// comes. A receiver must cope with others all the same, since TCP may cut its
+// stream anew. siw does: it takes an FPDU of any length, however it is cut. Nothing
+// in the set-up of a connection says that a peer would like longer ones. t.mu is
+// held.
+//
+// The segment size is the path's, which may change. So it is asked for again now
+// and then: a system call for each message would be too much.
+func (q *qp) fitSegments() {
+	q.maxPayload = max(wire.ULPDUFor(q.link.mss())-wire.UntaggedHeaderLen, minPayload)
+	q.tx.fits = fitsFor
+}
+
+const (
+	// fitsFor is how many bytes of payload go by a segment size.
+	fitsFor = 64 << 10
+	// minPayload is for sockets that report a senseless segment size: TCP's
+	// default of 536 bytes (RFC 9293 section 3.7.1), less our headers.
+	minPayload = 504
 )
 
 // PostSend takes requests until the queue is full. EAGAIN says that the socket
@@ -217,6 +240,9 @@ func (q *qp) fill() bool {
 	t := &q.tx
 	b := &t.batch
 	b.reset()
+	if t.fits <= 0 {
+		q.fitSegments()
+	}
 	for b.ndone < maxFPDUs && b.framed+frameLen <= len(b.frame) {
 		if t.reads.answers.n > 0 && q.answerIsNext() {
 			if !q.cutAnswer() {
@@ -324,6 +350,7 @@ func (q *qp) cutFPDU(e *sendWR, size int) {
 		b.inline = b.inline || e.inline
 	}
 	t.cut.sent += size
+	t.fits -= size
 	b.framed += wire.PutTrailer(b.frame[b.framed:], ulpdu, q.crc, sum)
 }
 
