@@ -14,6 +14,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/rdmanet/rdmanet/cm"
+	"github.com/rdmanet/rdmanet/internal/verbs"
 )
 
 func FuzzParseHeader(f *testing.F) {
@@ -82,18 +83,24 @@ func FuzzParseRefusal(f *testing.F) {
 	})
 }
 
-// FuzzFrames drives a connection with the frames and faults of a raw peer, and
-// with an application's calls in between, and checks after each that the state
-// is one that makes sense.
+// FuzzFrames drives a connection with the frames of a raw peer, with completions of
+// every status when they like to come, with faults, and with an application's calls
+// in between. It checks after each that the state is one that makes sense, and at
+// the end that everything is given back.
 func FuzzFrames(f *testing.F) {
 	f.Add([]byte{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11})
 	f.Add([]byte{1, 0, 1, 0, 1, 0, 1, 0, 5, 6, 1, 0, 5, 1, 0, 7, 7})
 	for i := range 20 {
 		f.Add(bytesOf(uint64(i), 10*i))
 	}
+	for status := range byte(30) { // of a send, and of a receive, with work on its way
+		f.Add([]byte{10, 200, 10, 200, 0, 5, 11, 99, 15, 3, status, 6, 1, 10, 3})
+		f.Add([]byte{0, 200, 0, 5, 8, 14, 0, 15, 4, status, 6, 100, 9, 0})
+	}
 	l, err := (&ListenConfig{Config: Config{Provider: "fake", BufferSize: 1024, RecvDepth: 3, SendDepth: 2}}).Listen(context.Background(), "rdma", "127.0.0.1:0")
 	require.NoError(f, err)
 	f.Cleanup(func() { l.Close() })
+	was := held()
 	f.Fuzz(func(t *testing.T, ops []byte) {
 		r := rawConnect(t, "fake", l.(*Listener).addr.ap, greet("RDNT", 1, 1, headerLen+1024, 4), 4+controlSlots)
 		r.l = l.(*Listener)
@@ -101,6 +108,9 @@ func FuzzFrames(f *testing.F) {
 		c := r.accepted()
 		require.NoError(t, c.SetLinger(0))
 		driveFrames(t, r, c, ops)
+		require.NoError(t, c.Close())
+		r.close()
+		require.Equal(t, was, held(), "%v", fake.Live())
 		for _, v := range fake.Violations() {
 			t.Fatal(v)
 		}
@@ -224,6 +234,10 @@ func (s *framesFuzz) step(op byte, next func() byte) {
 			_ = s.r.id.Disconnect()
 		case 2:
 			s.typed(c.CloseRead())
+		case 3:
+			fake.Fault(c.qp.Num(), verbs.OpSend, verbs.Status(1+next()%30))
+		case 4:
+			fake.Fault(c.qp.Num(), verbs.OpRecv, verbs.Status(1+next()%30))
 		}
 	}
 }

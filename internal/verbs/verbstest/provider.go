@@ -109,6 +109,29 @@ func (p *Provider) Inject(qpNum uint32, wc verbs.WC) {
 	p.qps[qpNum].cq.push(wc, true)
 }
 
+// Fault completes the oldest send or receive that a queue pair has outstanding
+// with an error, after which both ends are in error and flush the rest, as with a
+// device. It reports whether there was one.
+func (p *Provider) Fault(qpNum uint32, op verbs.Op, s verbs.Status) bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	q := p.qps[qpNum]
+	switch {
+	case q == nil || q.bad:
+		return false
+	case op == verbs.OpSend && q.sends.n > 0:
+		q.cq.push(verbs.WC{WRID: q.sends.front().wr.WRID, Op: op, Status: s}, true)
+		q.sends.pop()
+	case op == verbs.OpRecv && q.recvs.n > 0:
+		q.cq.push(verbs.WC{WRID: q.recvs.front().WRID, Op: op, Status: s}, true)
+		q.recvs.pop()
+	default:
+		return false
+	}
+	q.abort()
+	return true
+}
+
 // Pair returns two makers of queue pairs. What one makes is connected to what
 // the other makes, with no connection manager.
 func (p *Provider) Pair() (a, b *End) {
