@@ -349,7 +349,7 @@ func (s *soak) follow(c *Conn, p plan, side int) bool {
 	o := p.follow(c, side)
 	err := p.judge(side, o)
 	if err != nil {
-		err = fmt.Errorf("%v, side %d: %w; %+v", p, side, err, o)
+		err = fmt.Errorf("%v, side %d: %w; %v", p, side, err, o)
 	}
 	return s.note(fmt.Sprintf("%v, %v", p.ends[side], p.ends[1-side]), o.received, err)
 }
@@ -420,7 +420,9 @@ func planOf(seed uint64) plan {
 	return p
 }
 
-func (p plan) String() string { return fmt.Sprintf("plan %#x (%v, %v)", p.seed, p.ends[0], p.ends[1]) }
+func (p plan) String() string {
+	return fmt.Sprintf("plan %#x (%v with %d bytes, %v with %d)", p.seed, p.ends[0], p.bytes[0], p.ends[1], p.bytes[1])
+}
 
 // content is what one end writes.
 func (p plan) content(side int) io.Reader {
@@ -434,6 +436,10 @@ func (p plan) content(side int) io.Reader {
 type outcome struct {
 	received          int
 	read, write, shut error // what ended reading (nil for io.EOF), and writing; Close's
+}
+
+func (o outcome) String() string {
+	return fmt.Sprintf("%d bytes received; read: %v; write: %v; Close: %v", o.received, o.read, o.write, o.shut)
 }
 
 func (p plan) follow(c *Conn, side int) (o outcome) {
