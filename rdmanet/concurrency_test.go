@@ -19,6 +19,9 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/rdmanet/rdmanet/cm"
+	"github.com/rdmanet/rdmanet/internal/verbs/verbstest"
 )
 
 // Every method of Conn and Listener beside every other, for -race and for what
@@ -314,4 +317,40 @@ func TestBothEndsEndAtOnce(t *testing.T) {
 			}
 		}
 	})
+}
+
+// TestAnotherPollsTheLastFrame while a reader that knows of a reset is about to look
+// for it: it is what the reader returns.
+func TestAnotherPollsTheLastFrame(t *testing.T) {
+	for _, last := range []string{"DATA", "FIN"} {
+		t.Run(last, func(t *testing.T) {
+			checkLeaks(t)
+			a, b := open(t, Config{Provider: verbstest.Name})
+			want := error(nil)
+			if last == "FIN" {
+				want = io.EOF
+				require.NoError(t, b.CloseWrite())
+			} else {
+				write(t, b, []byte("x"))
+			}
+			a.handleEvent(failure(cm.EventDisconnected, a.id))
+			a.pollMu.Lock() // as the one who polls
+			got := make(chan error, 1)
+			go func() {
+				_, err := a.Read(make([]byte, 1))
+				got <- err
+			}()
+			time.Sleep(20 * time.Millisecond) // it stands at the lock; if not, it has nothing to miss
+			n, err := a.cq.Poll(a.wait.wcs[:])
+			a.mu.Lock()
+			for i := range n {
+				a.completed(&a.wait.wcs[i])
+			}
+			a.mu.Unlock()
+			a.pollMu.Unlock()
+			require.NoError(t, err)
+			require.Positive(t, n)
+			require.Equal(t, want, <-got)
+		})
+	}
 }

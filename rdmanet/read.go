@@ -233,7 +233,9 @@ func (c *Conn) waitRead() error {
 		if c.poll() > 0 {
 			return nil // what had arrived before the end comes first
 		}
-		return err
+		c.mu.Lock()
+		defer c.mu.Unlock()
+		return c.readEnd() // somebody else may have polled it meanwhile
 	}
 	if err := c.flushOpen(); err != nil { // what we wait for may be the answer to it
 		return err
