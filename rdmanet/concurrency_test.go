@@ -151,24 +151,26 @@ func TestEveryMethodOfConnBesideEveryOther(t *testing.T) {
 			closeLater(t, c)
 			return c.(*Conn)
 		}
+		abort := func(c *Conn) { // what was written may be more than an echo takes that nobody reads
+			_ = c.SetLinger(0)
+			_ = c.Close()
+		}
 		for i, one := range names {
-			c := dial()
+			shared := dial()
 			for _, other := range names[i:] {
-				if lasting[one] != nil || lasting[other] != nil {
+				c, lasts := shared, lasting[one] != nil || lasting[other] != nil
+				if lasts {
 					c = dial()
 				}
 				race2(t, scaled(20, 200), one+" and "+other, func(name string) error {
 					err := connMethods[name](c, rand.New(rand.NewPCG(rand.Uint64(), 1)))
 					return unexpected(err, slices.Concat(lasting[one], lasting[other], always)...)
 				}, one, other)
-				if lasting[one] != nil || lasting[other] != nil {
-					_ = c.SetLinger(0) // what was written may be more than an echo takes that nobody reads
-					_ = c.Close()
-					c = dial()
+				if lasts {
+					abort(c)
 				}
 			}
-			_ = c.SetLinger(0)
-			_ = c.Close()
+			abort(shared)
 		}
 	})
 }
