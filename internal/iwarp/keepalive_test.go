@@ -50,7 +50,7 @@ func TestKeepAliveTolerance(t *testing.T) {
 func TestKeepAliveEndsASilentConnection(t *testing.T) {
 	ch := newChannel(t)
 	l := &quietTape{tape: newTape()}
-	q, c := onLink(t, ch, l, 1400, agreed{}, verbs.QPCap{SendWR: 4, RecvWR: 4, SendSGE: 1})
+	q, c := onLink(t, ch, l, agreed{}, verbs.QPCap{SendWR: 4, RecvWR: 4, SendSGE: 1})
 	newArena(t, q, 100, 100)
 	l.give(-l.room)
 	n, err := q.PostSend([]verbs.SendWR{{WRID: 9, Inline: true, SGL: []verbs.SGE{{Data: []byte("stuck")}}}})
@@ -81,7 +81,7 @@ func TestKeepAliveIsTurnedOff(t *testing.T) {
 	ch := newChannel(t)
 	l := &quietTape{tape: newTape()}
 	l.silent.Store(int64(time.Hour))
-	q, _ := onLink(t, ch, l, 1400, agreed{}, verbs.QPCap{SendWR: 4, RecvWR: 4, SendSGE: 1})
+	q, _ := onLink(t, ch, l, agreed{}, verbs.QPCap{SendWR: 4, RecvWR: 4, SendSGE: 1})
 	long := net.KeepAliveConfig{Enable: true, Idle: time.Minute}
 	q.keep.set(long)
 	q.keep.set(net.KeepAliveConfig{})

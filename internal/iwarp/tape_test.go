@@ -137,14 +137,14 @@ func onTape(t testing.TB, ch *eventChannel, l *tape, mss int, crc bool, want ver
 }
 
 func onTapeWith(t testing.TB, ch *eventChannel, l *tape, mss int, a agreed, want verbs.QPCap) (*qp, *cq) {
-	return onLink(t, ch, l, mss, a, want)
+	l.segment = mss
+	return onLink(t, ch, l, a, want)
 }
 
-func onLink(t testing.TB, ch *eventChannel, l link, mss int, a agreed, want verbs.QPCap) (*qp, *cq) {
+func onLink(t testing.TB, ch *eventChannel, l link, a agreed, want verbs.QPCap) (*qp, *cq) {
 	c := newCQ(want.SendWR + want.RecvWR)
 	q, err := newQP(newID(ch), &pd{}, c, want)
 	require.NoError(t, err)
-	l.segment = mss
 	require.NoError(t, q.start(l, a, &verbs.Event{Type: verbs.EventEstablished}))
 	next(t, ch, verbs.EventEstablished)
 	t.Cleanup(func() {
