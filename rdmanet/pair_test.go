@@ -27,9 +27,13 @@ const envPair = "RDMANET_TEST_PAIR"
 // quick gives a silent host up after 10 s.
 var quick = net.KeepAliveConfig{Enable: true, Idle: 2 * time.Second, Interval: time.Second, Count: 8}
 
+// calm is b's: it takes longer than any outage that a survives, and gives a up
+// before the test ends.
+var calm = net.KeepAliveConfig{Enable: true, Idle: 2 * time.Second, Interval: time.Second, Count: 28}
+
 const (
 	whileAsleep = 13 * time.Second // longer than quick takes
-	shortOutage = 3 * time.Second  // short enough for every retry
+	shortOutage = 2 * time.Second  // short enough for every retry
 )
 
 // otherHost is b.
@@ -58,12 +62,11 @@ func (b otherHost) run(name, script string) {
 func (b otherHost) ended(name string) {
 	b.t.Helper()
 	file := filepath.Join(b.dir, "pair-"+name)
-	var status []byte
-	eventually(b.t, func() bool {
-		var err error
+	status, err := os.ReadFile(file + ".status")
+	for end := time.Now().Add(2 * patience); err != nil && time.Now().Before(end); time.Sleep(50 * time.Millisecond) {
 		status, err = os.ReadFile(file + ".status")
-		return err == nil
-	}, name+" on the other host")
+	}
+	require.NoError(b.t, err, "%s on the other host does not end", name)
 	if strings.TrimSpace(string(status)) != "0" {
 		out, _ := os.ReadFile(file + ".out")
 		msg, _ := os.ReadFile(file + ".err")
@@ -71,10 +74,11 @@ func (b otherHost) ended(name string) {
 	}
 }
 
-// both runs a shell command on both hosts.
+// both runs a shell command on both hosts at the same time.
 func (b otherHost) both(command string) {
 	b.t.Helper()
-	b.run("both", command)
+	b.start("both", command)
+	defer b.ended("both")
 	out, err := exec.Command("bash", "-c", command).CombinedOutput()
 	require.NoError(b.t, err, "%s: %s", command, out)
 }
@@ -115,7 +119,7 @@ func (b otherHost) dismiss(peers ...farPeer) {
 
 func init() {
 	children["far"] = func() {
-		lc := ListenConfig{Config: Config{KeepAlive: quick}}
+		lc := ListenConfig{Config: Config{KeepAlive: calm}}
 		l, err := lc.Listen(context.Background(), "rdma", os.Getenv(envAddr))
 		if err == nil {
 			fmt.Println(l.Addr(), os.Getpid())
@@ -385,8 +389,8 @@ func testShortOutage(t *testing.T, b otherHost, ways []way) {
 	release := sync.OnceFunc(func() { close(cut) })
 	defer release()
 	wait := onEachWay(t, ways, func(w way) error {
-		busy, err := w.dial(0)
-		quiet, err2 := w.dial(0)
+		busy, err := w.dialWith(net.KeepAliveConfig{}, 0)
+		quiet, err2 := w.dialWith(net.KeepAliveConfig{}, 0)
 		ready.Done()
 		if err := errors.Join(err, err2); err != nil {
 			return err
