@@ -70,7 +70,7 @@ func TestBulkAcrossProviders(t *testing.T) {
 		checkLeaks(t)
 		a, b := pairOf(t, dialer, listener, addr)
 		closeLater(t, a, b)
-		n := int64(scaled(40, 64)) << 20
+		const n = 64 << 20
 		var want sum
 		_, _ = io.CopyN(&want, stream(1), n)
 		ends := make(chan error, 4)
