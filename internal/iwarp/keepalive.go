@@ -1,12 +1,13 @@
 package iwarp
 
 import (
-	"cmp"
 	"fmt"
 	"net"
 	"sync"
 	"syscall"
 	"time"
+
+	"github.com/rdmanet/rdmanet/internal/keepalive"
 )
 
 // keepAlive finds a peer's host dead while something is on its way to it: TCP's own
@@ -25,20 +26,14 @@ type keepAlive struct {
 	stopped bool // for good
 }
 
-// Defaults of package net.
-const (
-	defaultIdle     = 15 * time.Second
-	defaultInterval = 15 * time.Second
-	defaultCount    = 9
-)
-
 // tolerance is how long a peer's host may be silent: as long as TCP's keepalive
 // takes. It is 0 if that is off or, by package net's rules, somebody else's.
 func tolerance(c net.KeepAliveConfig) time.Duration {
 	if !c.Enable || c.Idle < 0 || c.Interval < 0 || c.Count < 0 {
 		return 0
 	}
-	return cmp.Or(c.Idle, defaultIdle) + cmp.Or(c.Interval, defaultInterval)*time.Duration(cmp.Or(c.Count, defaultCount))
+	c = keepalive.WithDefaults(c)
+	return c.Idle + c.Interval*time.Duration(c.Count)
 }
 
 // checks is how often a silent host is looked at, and asked by TCP where the kernel

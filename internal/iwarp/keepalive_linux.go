@@ -4,6 +4,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/rdmanet/rdmanet/internal/keepalive"
 )
 
 // tcpRTOMax is TCP_RTO_MAX_MS, which Linux has since 6.15.
@@ -17,13 +19,12 @@ func (l *tcpLink) askEvery(d time.Duration) {
 	_ = setsockopt(l.raw, unix.IPPROTO_TCP, tcpRTOMax, int(d.Milliseconds()))
 }
 
-// silence is how long the peer's host has said nothing, if it has been asked twice
-// since, or else 0: once may be lost on the way.
+// silence is how long the peer's host has said nothing though it was asked.
 func (l *tcpLink) silence() time.Duration {
 	var info *unix.TCPInfo
 	err := l.raw.Control(func(fd uintptr) { info, _ = unix.GetsockoptTCPInfo(int(fd), unix.IPPROTO_TCP, unix.TCP_INFO) })
-	if err != nil || info == nil || info.Retransmits < 2 && info.Probes < 2 {
+	if err != nil || info == nil {
 		return 0
 	}
-	return time.Duration(info.Last_ack_recv) * time.Millisecond
+	return keepalive.Silence(info)
 }

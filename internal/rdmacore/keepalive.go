@@ -8,13 +8,13 @@ package rdmacore
 import "C"
 
 import (
-	"cmp"
 	"fmt"
 	"net"
 	"sync"
 	"syscall"
 	"time"
 
+	"github.com/rdmanet/rdmanet/internal/keepalive"
 	"github.com/rdmanet/rdmanet/internal/verbs"
 )
 
@@ -35,7 +35,6 @@ type keepAlive struct {
 	period      time.Duration
 	patience    time.Duration // for the answer to a probe
 	idle        time.Duration
-	nudged      int       // nudges outstanding
 	outstanding bool      // a probe is
 	since       time.Time // of the post of what is outstanding, or of a later sign of life
 	answers     uint64    // probes answered
@@ -75,13 +74,6 @@ type signs struct {
 	posts    uint64 // of sends, where the device finds out what becomes of them
 }
 
-// Defaults of package net.
-const (
-	defaultIdle     = 15 * time.Second
-	defaultInterval = 15 * time.Second
-	defaultCount    = 9
-)
-
 // set starts it, or changes it, or ends it. A peer that was quiet for Idle at most
 // is probed; one that has not answered Interval times Count later is gone.
 func (k *keepAlive) set(c net.KeepAliveConfig) {
@@ -98,13 +90,11 @@ func (k *keepAlive) set(c net.KeepAliveConfig) {
 		return
 	}
 	// Who was quiet from one tick to the next is probed.
-	k.idle = cmp.Or(c.Idle, defaultIdle)
+	c.Interval, c.Count = max(c.Interval, 0), max(c.Count, 0) // package net leaves what is negative as it is
+	c = keepalive.WithDefaults(c)
+	k.idle = c.Idle
 	k.period = max(k.idle/2, time.Millisecond)
-	interval, count := cmp.Or(c.Interval, defaultInterval), cmp.Or(c.Count, defaultCount)
-	k.patience = max(interval, 0) * time.Duration(max(count, 0))
-	if c.Interval < 0 || c.Count < 0 { // as in package net: left as it is
-		k.patience = defaultInterval * defaultCount
-	}
+	k.patience = c.Interval * time.Duration(c.Count)
 	k.since = time.Now()
 	k.timer = time.AfterFunc(k.period, k.tick)
 }
@@ -141,7 +131,7 @@ func (k *keepAlive) tick() {
 	var silent time.Duration
 	if k.proof == byTCP {
 		if info, err := tcpInfo(k.qp.id.LocalAddr(), k.qp.id.RemoteAddr()); err == nil {
-			silent = silence(&info)
+			silent = keepalive.Silence(&info)
 		}
 	}
 	if k.look(received, silent) {
@@ -185,13 +175,12 @@ func (k *keepAlive) look(received uint64, silent time.Duration) (gone bool) {
 // nudges are when, after it has made a connection, a siw dialer sends a message of
 // no bytes. Its peer answers the request first and hooks up the socket next:
 // messages that come in between stay unnoticed until something follows them. A peer
-// from which a message was taken has noticed, and may have closed its socket since:
-// TCP would answer one more with a reset.
+// from which a message has come, polled or not, has noticed, and may have closed its
+// socket since: TCP would answer one more with a reset.
 var nudges = [...]time.Duration{2 * time.Millisecond, 10 * time.Millisecond, 50 * time.Millisecond, 250 * time.Millisecond, time.Second, 4 * time.Second}
 
 // probeRoom is how many nudges and probes may be outstanding. A nudge does not wait
-// for the one before it: that is over only when the program polls, which may be
-// waiting for what the nudge is to bring about.
+// for the one before it.
 const probeRoom = len(nudges) + 1
 
 // nudge arranges for number n of them and those after it.
@@ -206,14 +195,12 @@ func (k *keepAlive) nudge(n int) {
 		after -= nudges[n-1]
 	}
 	k.nudger = time.AfterFunc(after, func() {
-		if k.qp.heard() {
+		if k.qp.received() > 0 {
 			return
 		}
 		k.mu.Lock()
 		if !k.stopped {
-			if C.rn_post_probe(k.qp.c, C.IBV_WR_RDMA_WRITE, nudgeNumber) == 0 {
-				k.nudged++
-			}
+			C.rn_post_probe(k.qp.c, C.IBV_WR_RDMA_WRITE, nudgeNumber) // one that has ended needs none
 		}
 		k.mu.Unlock()
 		k.nudge(n + 1)
@@ -245,8 +232,6 @@ func (k *keepAlive) answered(s verbs.Status, probe bool) {
 		if s == verbs.StatusSuccess {
 			k.answers++
 		}
-	} else {
-		k.nudged--
 	}
 	k.mu.Unlock()
 	if s == verbs.StatusSuccess || s == verbs.StatusWRFlushErr {

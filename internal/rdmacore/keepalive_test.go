@@ -8,6 +8,7 @@ import (
 	"net"
 	"net/netip"
 	"os"
+	"sync/atomic"
 	"syscall"
 	"testing"
 	"time"
@@ -79,7 +80,7 @@ func TestKeepAliveOfASilentPeer(t *testing.T) {
 	onEveryIWARP(t, func(t *testing.T, addr netip.Addr) {
 		k := net.KeepAliveConfig{Enable: true, Idle: 20 * time.Millisecond, Interval: 50 * time.Millisecond, Count: 4}
 		t.Run("RDMA READ", func(t *testing.T) {
-			e := dialRaw(t, addr, 1)
+			e, _ := dialRaw(t, addr, 1)
 			e.qp.(*qp).keep.proof = byRead
 			start := time.Now()
 			require.NoError(t, e.id.SetKeepAlive(k))
@@ -91,7 +92,7 @@ func TestKeepAliveOfASilentPeer(t *testing.T) {
 			}
 		})
 		t.Run("TCP", func(t *testing.T) {
-			e := dialRaw(t, addr, 1)
+			e, _ := dialRaw(t, addr, 1)
 			require.NoError(t, e.id.SetKeepAlive(k))
 			time.Sleep(time.Second)
 			_, err := e.ch.GetEvent()
@@ -106,7 +107,7 @@ func TestKeepAliveOfASilentPeer(t *testing.T) {
 // A READ that the peer does not allow would end the connection.
 func TestKeepAliveWithoutReads(t *testing.T) {
 	onEveryIWARP(t, func(t *testing.T, addr netip.Addr) {
-		e := dialRaw(t, addr, 0)
+		e, _ := dialRaw(t, addr, 0)
 		e.qp.(*qp).keep.proof = byRead
 		err := e.id.SetKeepAlive(often)
 		require.ErrorIs(t, err, errors.ErrUnsupported)
@@ -137,6 +138,43 @@ func TestKeepAliveLooks(t *testing.T) {
 	}
 }
 
+// A siw dialer nudges its peer though nobody polls here, until the peer sends
+// something, and that stops it though nobody polls that either.
+func TestNudges(t *testing.T) {
+	onEveryIWARP(t, func(t *testing.T, addr netip.Addr) {
+		const size = wire.FPDUHeaderLen + wire.TaggedHeaderLen + 4
+		all := int64(len(nudges) * size)
+		last := nudges[len(nudges)-1]
+		t.Run("a silent peer", func(t *testing.T) {
+			_, p := dialRaw(t, addr, 0)
+			require.Eventually(t, func() bool { return p.took.Load() == all }, patience, time.Millisecond)
+			time.Sleep(last / 4)
+			require.Equal(t, all, p.took.Load())
+		})
+		t.Run("one that sends", func(t *testing.T) {
+			e, p := dialRaw(t, addr, 0)
+			require.Eventually(t, func() bool { return p.took.Load() > 0 }, patience, time.Millisecond)
+			_, err := (<-p.conn).Write(rawSend("heard"))
+			require.NoError(t, err)
+			time.Sleep(last + last/4)
+			require.Less(t, p.took.Load(), all)
+			e.pollUntil(func() bool { return len(e.got) == 1 })
+			require.Equal(t, "heard", string(e.got[0]))
+		})
+	})
+}
+
+// rawSend is a peer's first message, without a CRC.
+func rawSend(text string) []byte {
+	const headers = wire.FPDUHeaderLen + wire.UntaggedHeaderLen
+	ulpdu := wire.UntaggedHeaderLen + len(text)
+	b := make([]byte, headers+len(text)+8)
+	wire.PutFPDUHeader(b, ulpdu)
+	wire.UntaggedHeader{Last: true, Opcode: wire.OpSend, QN: wire.QueueSend, MSN: 1}.Put(b[wire.FPDUHeaderLen:])
+	n := headers + copy(b[headers:], text)
+	return b[:n+wire.PutTrailer(b[n:], ulpdu, false, 0)]
+}
+
 func onEveryIWARP(t *testing.T, f func(t *testing.T, addr netip.Addr)) {
 	if os.Getenv("RDMANET_LAB_SIW4") == "" && os.Getenv("RDMANET_LAB_RXE4") != "" {
 		t.Skip("for iWARP devices")
@@ -144,18 +182,29 @@ func onEveryIWARP(t *testing.T, f func(t *testing.T, addr netip.Addr)) {
 	onEveryDevice(t, func(t *testing.T, addr netip.Addr) {
 		ch := newTestChannel(t)
 		if !resolved(t, ch, netip.AddrPortFrom(addr, 9)).Device().(*device).iwarp {
-			return
+			t.Skip("for iWARP devices")
 		}
 		f(t, addr)
 	})
 }
 
+// rawPeer is the other end of dialRaw's connection.
+type rawPeer struct {
+	conn chan net.Conn
+	took atomic.Int64 // bytes, after the set-up
+}
+
+func (p *rawPeer) Write(b []byte) (int, error) {
+	p.took.Add(int64(len(b)))
+	return len(b), nil
+}
+
 // dialRaw connects to a plain TCP socket that accepts, says that it answers so many
 // RDMA READs at a time, 0 or 1, and from then on takes what comes and says nothing.
-func dialRaw(t *testing.T, addr netip.Addr, ird uint16) *end {
+func dialRaw(t *testing.T, addr netip.Addr, ird uint16) (*end, *rawPeer) {
 	l, err := net.ListenTCP("tcp", net.TCPAddrFromAddrPort(netip.AddrPortFrom(addr, 0)))
 	require.NoError(t, err)
-	served := make(chan error, 1)
+	served, p := make(chan error, 1), &rawPeer{conn: make(chan net.Conn, 1)}
 	go func() {
 		conn, err := l.Accept()
 		if err != nil {
@@ -169,7 +218,8 @@ func dialRaw(t *testing.T, addr netip.Addr, ird uint16) *end {
 			_, err = conn.Write(reply)
 		}
 		if err == nil {
-			_, _ = io.Copy(io.Discard, conn)
+			p.conn <- conn
+			_, _ = io.Copy(p, conn)
 		}
 		served <- err
 	}()
@@ -188,5 +238,5 @@ func dialRaw(t *testing.T, addr netip.Addr, ird uint16) *end {
 	})
 	require.NoError(t, e.id.Connect(testParam))
 	next(t, ch, verbs.EventEstablished)
-	return e
+	return e, p
 }

@@ -255,13 +255,6 @@ func (q *qp) dialed() {
 	}
 }
 
-// heard reports whether a receive has completed, as far as anybody has polled.
-func (q *qp) heard() bool {
-	q.cq.mu.Lock()
-	defer q.cq.mu.Unlock()
-	return q.recv.head > 0
-}
-
 // taken returns how many requests a post has queued. siw queues them and then
 // says that nobody sends them: they are flushed later.
 func (q *qp) taken(n, errno, posted int) int {

@@ -336,25 +336,3 @@ func TestManyQueues(t *testing.T) {
 		}
 	})
 }
-
-// A siw dialer whose program does not poll nudges all the same, more than once.
-func TestNudgesDoNotWaitForAPoll(t *testing.T) {
-	onEveryDevice(t, func(t *testing.T, addr netip.Addr) {
-		a, b := pair(t, 1000, addr)
-		if a.id.Device().(*device).quirk != quirkSIW {
-			t.Skip("about siw")
-		}
-		keep := &a.qp.(*qp).keep
-		outstanding := func() int {
-			keep.mu.Lock()
-			defer keep.mu.Unlock()
-			return keep.nudged
-		}
-		require.Eventually(t, func() bool { return outstanding() == len(nudges) }, patience, time.Millisecond)
-		require.Zero(t, a.poll())
-		require.Zero(t, outstanding())
-		require.Zero(t, b.poll())
-		b.send(1, "alive")
-		a.pollUntil(func() bool { return len(a.got) == 1 })
-	})
-}

@@ -8,7 +8,6 @@ import (
 	"fmt"
 	"net"
 	"net/netip"
-	"time"
 	"unsafe"
 
 	"golang.org/x/sys/unix"
@@ -98,15 +97,6 @@ func parseDiag(b []byte) (info unix.TCPInfo, err error) {
 		b = b[min(len(b), (size+unix.RTA_ALIGNTO-1)&^(unix.RTA_ALIGNTO-1)):]
 	}
 	return info, fmt.Errorf("sock_diag: the answer says nothing of TCP: %w", unix.ENOENT)
-}
-
-// silence is how long the peer's host has said nothing, if TCP has asked it twice
-// since, or else 0: once may be lost on the way.
-func silence(info *unix.TCPInfo) time.Duration {
-	if info.Retransmits < 2 && info.Probes < 2 {
-		return 0
-	}
-	return time.Duration(info.Last_ack_recv) * time.Millisecond
 }
 
 // undelivered reports whether there is something that the peer's TCP has not

@@ -7,7 +7,6 @@ import (
 	"net/netip"
 	"os"
 	"testing"
-	"time"
 
 	"github.com/stretchr/testify/require"
 	"golang.org/x/sys/unix"
@@ -76,13 +75,4 @@ func TestParseDiagOfBadAnswers(t *testing.T) {
 	info, err := parseDiag(attr(8, diagInfo, 1, 2, 3, 4))
 	require.NoError(t, err)
 	require.Equal(t, uint8(3), info.Retransmits)
-}
-
-func TestSilence(t *testing.T) {
-	for _, c := range []struct {
-		retransmits, probes uint8
-		want                time.Duration
-	}{{0, 0, 0}, {1, 1, 0}, {2, 0, 5 * time.Second}, {0, 2, 5 * time.Second}} {
-		require.Equal(t, c.want, silence(&unix.TCPInfo{Retransmits: c.retransmits, Probes: c.probes, Last_ack_recv: 5000}))
-	}
 }
