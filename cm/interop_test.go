@@ -60,31 +60,21 @@ func (c counterpart) with(p cm.ConnParam) cm.ConnParam {
 	return p
 }
 
-// nudges reports whether the counterpart may miss our first message: siw has
-// accepted a connection some time before it listens to its socket, and what has
-// come by then it finds only when more does.
-func (c counterpart) nudges() bool { return c.Name() == "iwarp" }
-
 // talker is an end that keeps what it receives.
 type talker struct {
 	*end
 	got    [][]byte
 	posted uint64 // requests of the send queue
 	done   uint64 // those that have completed
-	nudge  bool   // send RDMA WRITEs of no bytes until a message comes
 }
 
 // until polls until done.
 func (k *talker) until(done func() bool) {
 	k.t.Helper()
-	if k.nudge && len(k.got) == 0 {
-		defer k.startNudging()()
-	}
 	seen := 0
 	k.pollUntil(func(all []qp.WC) bool {
 		for _, wc := range all[seen:] {
 			switch {
-			case wc.Op == qp.OpSend && wc.WRID >= firstNudge:
 			case wc.Op == qp.OpRecv && wc.Status == qp.StatusWRFlushErr: // the program has what it wanted
 			case wc.Op == qp.OpSend:
 				require.NoError(k.t, qp.StatusErr(wc))
@@ -99,25 +89,6 @@ func (k *talker) until(done func() bool) {
 		seen = len(all)
 		return done()
 	})
-}
-
-const firstNudge = 1 << 40
-
-func (k *talker) startNudging() (stop func()) {
-	quit, ended := make(chan struct{}), make(chan struct{})
-	go func() {
-		defer close(ended)
-		for id := uint64(firstNudge); ; id++ {
-			select {
-			case <-time.After(100 * time.Millisecond):
-				// The connection may be over, and then nobody needs it.
-				_, _ = k.qp.PostSend([]qp.SendWR{{WRID: id, Op: qp.WRRDMAWrite, Signaled: true}})
-			case <-quit:
-				return
-			}
-		}
-	}()
-	return func() { close(quit); <-ended }
 }
 
 // post posts a request and waits for its completion.
@@ -323,7 +294,6 @@ func TestInteropDialRDMAServer(t *testing.T) {
 		addr := c.free(t)
 		ended := start(t, "rdma_server", "-s", c.addr.String(), "-p", port(addr))
 		k := c.dial(t, 64, addr, c.with(testParam))
-		k.nudge = c.nudges()
 		k.send1(rdmaMessage)
 		k.until(func() bool { return len(k.got) == 1 })
 		require.Equal(t, rdmaMessage, k.got[0])

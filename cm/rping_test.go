@@ -171,7 +171,6 @@ func TestInteropDialRping(t *testing.T) {
 		addr := c.free(t)
 		wait := start(t, "rping", rpingArgs(addr, "-s")...)
 		r := rpingOn(t, c.dial(t, 256, addr, c.with(rpingParam)))
-		r.nudge = c.nudges()
 		r.ping(rpingRounds)
 		require.NoError(t, r.id.Disconnect())
 		r.disconnected()
