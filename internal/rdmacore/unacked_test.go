@@ -3,6 +3,7 @@
 package rdmacore
 
 import (
+	"io"
 	"net"
 	"net/netip"
 	"testing"
@@ -29,18 +30,17 @@ func TestUnackedOfATCPConnection(t *testing.T) {
 			skip(t, "no sock_diag (try: modprobe tcp_diag): "+err.Error())
 		}
 		require.False(t, unacked(local, remote))
-		a.SetWriteDeadline(time.Now().Add(100 * time.Millisecond))
-		_, err = a.Write(make([]byte, 64<<20))
-		require.Error(t, err, "b does not read")
-		require.True(t, unacked(local, remote))
-		buf := make([]byte, 1<<20)
-		require.Eventually(t, func() bool {
-			b.SetReadDeadline(time.Now().Add(10 * time.Millisecond))
-			for n := 1; n > 0; {
-				n, _ = b.Read(buf)
-			}
-			return !unacked(local, remote)
-		}, patience, time.Millisecond)
+		const size = 64 << 20 // more than the sockets' buffers hold
+		wrote := make(chan error, 1)
+		go func() {
+			_, err := a.Write(make([]byte, size))
+			wrote <- err
+		}()
+		require.Eventually(t, func() bool { return unacked(local, remote) }, patience, time.Millisecond, "b does not read")
+		_, err = io.CopyN(io.Discard, b, size)
+		require.NoError(t, err)
+		require.NoError(t, <-wrote)
+		require.Eventually(t, func() bool { return !unacked(local, remote) }, patience, time.Millisecond)
 		a.Close()
 		b.Close()
 	}
