@@ -98,7 +98,7 @@ func TestSoak(t *testing.T) {
 			all += n
 		}
 	}
-	require.LessOrEqual(t, cut, 1+all/200, "of %d were cut short", all)
+	require.LessOrEqual(t, cut, 1+all/2000, "of %d were cut short", all)
 }
 
 func soakSeed() (uint64, error) {
