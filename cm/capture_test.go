@@ -206,6 +206,21 @@ func expected(t *testing.T, streams ...[]byte) (s sight, longest int) {
 	return s, longest
 }
 
+// firstSend returns where the FPDU of the first message begins, in what the dialer
+// sends. A slow listener is nudged before it, by RDMA WRITEs of no bytes.
+func firstSend(t *testing.T, b []byte) int {
+	_, at, err := wire.ParseSetup(b)
+	require.NoError(t, err)
+	for {
+		h, err := wire.ParseHeader(b[at+wire.FPDUHeaderLen:])
+		require.NoError(t, err)
+		if h.Opcode != wire.OpWrite {
+			return at
+		}
+		at += wire.FPDULen(wire.FPDUHeader(b[at:]))
+	}
+}
+
 // What the dissectors say of each part, and of what is wrong with it.
 var (
 	parts = map[string]string{"Request frame header": "Request", "Reply frame header": "Reply", "FPDU": "FPDU", "DDP header": "DDP"}
@@ -309,10 +324,7 @@ func TestWiresharkUnderstandsUs(t *testing.T) {
 			}
 			add(segments, func(found sight) { require.Equal(t, want, found, what) })
 
-			first := wire.SetupHeaderLen // FPDU
-			if revision == 2 {
-				first += 4 // IRD and ORD
-			}
+			first := firstSend(t, stream(segments, true))
 			for _, d := range []struct {
 				what   string
 				at     int // of what the dialer sends
