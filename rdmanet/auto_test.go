@@ -186,8 +186,8 @@ func TestWorse(t *testing.T) {
 	require.Equal(t, refused, worse(refused, errors.New("later")))
 }
 
-// TestAutoOnDevices: what auto makes of real ones.
-func TestAutoOnDevices(t *testing.T) {
+// TestAutoAcrossProviders: what auto makes of real ones.
+func TestAutoAcrossProviders(t *testing.T) {
 	rxe, siw := os.Getenv("RDMANET_LAB_RXE4"), os.Getenv("RDMANET_LAB_SIW4")
 	if rxe == "" || siw == "" {
 		t.Skip("needs rxe and siw; try: lab/guest go test ./rdmanet")
