@@ -280,6 +280,8 @@ func (ch *EventChannel) fetch() error {
 
 	owner := ch.ids[reportedFor]
 	switch {
+	case ev.Type == EventConnectRequest && ch.ids[subject] != nil:
+		// A second time. There is one id, and it may be in use.
 	case owner == nil || owner.is(stateDestroyed):
 		// The id is being destroyed, and its events with it.
 		if ev.Type == EventConnectRequest {

@@ -168,8 +168,11 @@ func (id *ID) CreateQP(pd *qp.PD, cq *qp.CQ, want qp.Cap) (*qp.QP, error) {
 	const op, fix = "create qp", "create it once, after EventAddrResolved or EventConnectRequest and before Connect or Accept"
 	err := id.call(op, fix, []state{stateBound, stateAddrResolved, stateResolvingRoute, stateRouteResolved, stateRequested},
 		stateSame, func() error {
-			if id.attached() != nil || id.v.Device() == nil {
+			switch gone := id.v.Device() == nil; {
+			case id.attached() != nil || gone && id.is(stateBound):
 				return &StateError{Call: op, State: id.describe(), Fix: fix}
+			case gone: // since the address was resolved or the request came
+				return syscall.ENODEV
 			}
 			q, err := qp.NewQP(id.v, &id.mu, pd, cq, want)
 			if err == nil {

@@ -14,6 +14,8 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/rdmanet/rdmanet/cm"
+	"github.com/rdmanet/rdmanet/internal/verbs"
+	"github.com/rdmanet/rdmanet/internal/verbs/verbsfault"
 	"github.com/rdmanet/rdmanet/internal/verbs/verbstest"
 	"github.com/rdmanet/rdmanet/qp"
 )
@@ -226,6 +228,42 @@ func TestCreateQPOncePerID(t *testing.T) {
 	var state *cm.StateError
 	require.ErrorAs(t, err, &state)
 	require.Contains(t, err.Error(), "with a QP")
+}
+
+func TestDeviceThatHasGoneSinceItWasResolved(t *testing.T) {
+	on := onFake(t, nil)
+	faulty := verbsfault.Wrap(on.Provider, "faulty")
+	on.Provider = faulty
+	e := newEnd(t, resolved(t, newChannel(t, on), netip.AddrPortFrom(on.addr, 9)))
+	e.kill()
+	require.NoError(t, e.qp.Close())
+	faulty.SetFail(func(op string, _ int) error {
+		if op == "ID.Device" {
+			return syscall.ENODEV
+		}
+		return nil
+	})
+	_, err := e.id.CreateQP(e.pd, e.cq, qp.Cap{SendWR: 1, RecvWR: 1, SendSGE: 1})
+	requireErrno(t, err, syscall.ENODEV)
+}
+
+func TestARequestThatComesTwiceIsOne(t *testing.T) {
+	on := onFake(t, nil)
+	faulty := verbsfault.Wrap(on.Provider, "faulty")
+	on.Provider = faulty
+	faulty.SetEvents(func(typ verbs.EventType, _ int) []time.Duration {
+		if typ == verbs.EventConnectRequest {
+			return []time.Duration{0, 0}
+		}
+		return []time.Duration{0}
+	})
+	ch := newChannel(t, on)
+	_, asked := request(t, newChannel(t, on), listen(t, ch, on))
+	ctx, cancel := context.WithTimeout(context.Background(), 20*time.Millisecond)
+	defer cancel()
+	_, err := ch.GetEvent(ctx)
+	require.ErrorIs(t, err, context.DeadlineExceeded)
+	require.NoError(t, asked.Reject(nil))
 }
 
 func TestContextEndsGetEvent(t *testing.T) {
