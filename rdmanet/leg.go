@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"net"
 	"net/netip"
+	"sync"
 	"syscall"
 
 	"github.com/rdmanet/rdmanet/cm"
@@ -16,12 +17,18 @@ type leg struct {
 	l        *Listener
 	provider Provider
 	id       *cm.ID
+	destroy  func() error // the id, once
+	gone     bool         // its device was removed; guarded by the listener's mu
 }
 
-// handleEvent is called by the event loop for each connect request.
+// handleEvent is called by the event loop for each connect request, and when the
+// device is removed.
 func (g *leg) handleEvent(ev *cm.Event) {
-	if ev.Type == cm.EventConnectRequest {
+	switch ev.Type {
+	case cm.EventConnectRequest:
 		g.l.request(ev, g.provider)
+	case cm.EventDeviceRemoval:
+		g.l.lost(g)
 	}
 }
 
@@ -96,7 +103,7 @@ func (l *Listener) add(p Provider, addr netip.AddrPort, only6 bool) (*leg, error
 	if err != nil {
 		return nil, errors.Join(err, p.releaseLoop())
 	}
-	g := &leg{l, p, id}
+	g := &leg{l: l, provider: p, id: id, destroy: sync.OnceValue(func() error { return destroyID(id) })}
 	id.SetContext(g)
 	_ = id.SetLogger(l.cfg.Logger)
 	if only6 {
@@ -116,7 +123,7 @@ func (l *Listener) add(p Provider, addr netip.AddrPort, only6 bool) (*leg, error
 	return g, nil
 }
 
-func (g *leg) close() error { return errors.Join(destroyID(g.id), g.provider.releaseLoop()) }
+func (g *leg) close() error { return errors.Join(g.destroy(), g.provider.releaseLoop()) }
 
 // iwarpAddrs returns the addresses of iWARP devices.
 func iwarpAddrs() map[netip.Addr]bool {

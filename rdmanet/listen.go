@@ -80,12 +80,16 @@ func (lc *ListenConfig) listen(ctx context.Context, network, address string) (*L
 }
 
 func listenOn(cfg Config, backlog int, addr netip.AddrPort, only6 bool) (*Listener, error) {
-	l := &Listener{cfg: cfg, backlog: backlog, queue: make(chan *Conn, backlog), done: make(chan struct{}), setups: make(map[*setup]struct{})}
+	l := &Listener{cfg: cfg, backlog: backlog, queue: make(chan *Conn, backlog), done: make(chan struct{}), gone: make(chan struct{}), setups: make(map[*setup]struct{})}
 	l.deadline = makeDeadline(func() {})
 	if err := l.open(addr, only6); err != nil {
 		return nil, errors.Join(err, l.Close())
 	}
 	l.addr = &Addr{netip.AddrPortFrom(addr.Addr(), l.legs[0].id.LocalAddr().Port())}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.opened = true
+	l.checkLegs()
 	return l, nil
 }
 
@@ -124,8 +128,10 @@ type Listener struct {
 	queue    chan *Conn // ready for Accept
 	deadline *deadline
 	done     chan struct{} // closed by Close
+	gone     chan struct{} // closed when the devices of all legs are removed
 
 	mu     sync.Mutex
+	opened bool // legs is complete
 	closed bool
 	setups map[*setup]struct{} // under way
 	wg     sync.WaitGroup      // their goroutines
@@ -145,7 +151,8 @@ type setup struct {
 const stale = 500 * time.Millisecond
 
 // Accept returns the next connection, a *Conn. It blocks until there is one, the
-// deadline is over, or Close, which makes it fail with net.ErrClosed.
+// deadline is over, or Close, which makes it fail with net.ErrClosed. It fails with
+// ENODEV once all devices that it listened on are removed.
 func (l *Listener) Accept() (net.Conn, error) {
 	c, err := l.accept()
 	if err != nil {
@@ -170,6 +177,28 @@ func (l *Listener) accept() (*Conn, error) {
 		return nil, net.ErrClosed
 	case <-l.deadline.over():
 		return nil, os.ErrDeadlineExceeded
+	case <-l.gone:
+		return nil, syscall.ENODEV
+	}
+}
+
+// lost gives up a leg whose device is removed: the device waits for that.
+func (l *Listener) lost(g *leg) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.closed || g.gone {
+		return
+	}
+	g.gone = true
+	l.cfg.Logger.Info("rdma: device removed", "provider", string(g.provider), "addr", g.id.LocalAddr().String())
+	l.wg.Go(func() { _ = g.destroy() })
+	l.checkLegs()
+}
+
+// checkLegs ends Accept if no leg is left. l.mu is held.
+func (l *Listener) checkLegs() {
+	if l.opened && !slices.ContainsFunc(l.legs, func(g *leg) bool { return !g.gone }) {
+		close(l.gone)
 	}
 }
 
@@ -217,7 +246,7 @@ func (l *Listener) Close() error {
 	l.deadline.stop()
 	var errs []error
 	for _, g := range l.legs {
-		errs = append(errs, destroyID(g.id)) // no more requests
+		errs = append(errs, g.destroy()) // no more requests
 	}
 	l.wg.Wait()
 	for {
