@@ -219,9 +219,14 @@ func (c *Conn) writeSmall(v *vector) error {
 		return err
 	}
 	if lone {
+		begun := *v
 		fill(b, v)
 		c.postMu.Lock()
-		return c.postBlock(b, true)
+		err := c.postBlock(b, true)
+		if err != nil {
+			*v = begun
+		}
+		return err
 	}
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -393,12 +398,14 @@ func (c *Conn) postCopies(v *vector, n int) error {
 			c.unreserve(n - i)
 			return err
 		}
+		begun := *v
 		b.Resize(min(c.tx.frameMax, v.left))
 		for p := b.Bytes(); len(p) > 0; {
 			p = p[copy(p, v.next(len(p))):]
 		}
 		c.postMu.Lock()
 		if err := c.postBlock(b, i == n-1); err != nil {
+			*v = begun
 			c.unreserve(n - i - 1)
 			return err
 		}
