@@ -5,6 +5,7 @@ import (
 	"net"
 	"sync"
 	"sync/atomic"
+	"syscall"
 	"time"
 
 	"github.com/rdmanet/rdmanet/cm"
@@ -78,7 +79,10 @@ func (c *Conn) handleEvent(ev *cm.Event) {
 
 // open makes the queue pair, with all receives posted.
 func (c *Conn) open() error {
-	dev, _ := c.id.Device()
+	dev, ok := c.id.Device()
+	if !ok { // it was there when the address was resolved, and has gone
+		return syscall.ENODEV
+	}
 	c.cfg.fit(dev.Attr())
 	c.wait.waitPolls = dev.Attr().WaitPolls
 	if c.cfg.Spin == 0 && !c.wait.waitPolls {

@@ -18,6 +18,10 @@ const resolveTimeout = 5 * time.Second
 // setupTimeout is how long a listener waits for a dialer. A variable for tests.
 var setupTimeout = 10 * time.Second
 
+// eventTimeout is how long to wait for what a provider should report by itself much
+// sooner: TCP, under iWARP, gives up after two minutes. A variable for tests.
+var eventTimeout = 3 * time.Minute
+
 // Dial connects to an address: host:port, where both may be names. Networks are
 // rdma, rdma4 and rdma6; tcp, tcp4 and tcp6 mean the same. All addresses of a
 // host are tried. The connection is a *Conn.
@@ -199,8 +203,12 @@ func withFamily(local, dst netip.AddrPort) netip.AddrPort {
 
 // event waits for the id's next event, which should be of type want.
 func (c *Conn) event(ctx context.Context, want cm.EventType) (*cm.Event, error) {
+	limit := time.NewTimer(eventTimeout)
+	defer limit.Stop()
 	for {
 		select {
+		case <-limit.C:
+			return nil, fmt.Errorf("no event %v in %v: %w", want, eventTimeout, syscall.ETIMEDOUT)
 		case <-ctx.Done():
 			return nil, ctx.Err()
 		case ev := <-c.cmEvents:
