@@ -14,8 +14,8 @@ import (
 	"github.com/rdmanet/rdmanet/cm"
 )
 
-// Bounds of the steps of Close, besides the linger time.
-const (
+// Bounds of the steps of Close, besides the linger time. Variables for tests.
+var (
 	disconnectTimeout = time.Second     // for the peer's side of the disconnect
 	flushTimeout      = time.Second     // for a device to flush its queues
 	destroyTimeout    = 5 * time.Second // for an event in the event loop's hands
@@ -194,13 +194,16 @@ func (c *Conn) destroy() error {
 	c.wait.read.deadline.stop()
 	c.wait.write.deadline.stop()
 	if c.qp != nil {
-		err = c.qp.Close()
+		err = insist(c.qp.Close)
 	}
-	c.freeBlocks()
+	freed := err == nil // or else the blocks are the device's for ever, and the arena stays
+	if freed {
+		c.freeBlocks()
+	}
 	if c.cq != nil {
-		err = errors.Join(err, c.cq.Close())
+		err = errors.Join(err, insist(c.cq.Close))
 	}
-	if c.arena != nil { // before the id: librdmacm frees its own domain with the last id
+	if c.arena != nil && freed { // before the id: librdmacm frees its own domain with the last id
 		err = errors.Join(err, c.arena.release())
 	}
 	p := c.Provider()
@@ -236,13 +239,16 @@ func (c *Conn) freeBlocks() {
 func destroyID(id *cm.ID) error {
 	ctx, cancel := context.WithTimeout(context.Background(), destroyTimeout)
 	defer cancel()
-	for {
-		err := id.Destroy()
-		if err == nil || !errors.Is(err, syscall.EBUSY) || ctx.Err() != nil {
-			return err
+	return insist(func() error {
+		for {
+			err := id.Destroy()
+			var busy *cm.BusyError
+			if !errors.As(err, &busy) || len(busy.Events) == 0 || ctx.Err() != nil {
+				return err
+			}
+			runtime.Gosched()
 		}
-		runtime.Gosched()
-	}
+	})
 }
 
 // fail ends both directions. The first reason stays. c.mu is held.
@@ -256,6 +262,20 @@ func (c *Conn) failWrites(err error) {
 	if c.tx.err == nil {
 		c.tx.err = err
 	}
+}
+
+// refused ends the connection, because its queue pair did not take a control frame
+// or a receive: without it either side might wait for ever. A queue pair that is at
+// its end anyway (siw says ENOTCONN meanwhile) reports that itself.
+func (c *Conn) refused(err error) {
+	if err == nil || errors.Is(err, net.ErrClosed) || errors.Is(err, syscall.ENOTCONN) {
+		return
+	}
+	c.mu.Lock()
+	c.fail(err)
+	c.mu.Unlock()
+	c.abort()
+	c.changed()
 }
 
 // abort resets the connection. What has arrived can still be read.

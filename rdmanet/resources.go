@@ -3,6 +3,7 @@ package rdmanet
 import (
 	"context"
 	"errors"
+	"net"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -69,8 +70,12 @@ func (l *eventLoop) run(ctx context.Context) {
 	defer close(l.done)
 	for {
 		ev, err := l.ch.GetEvent(ctx)
-		if err != nil {
+		switch {
+		case ctx.Err() != nil:
 			return
+		case err != nil: // no reason to stop: all connections depend on it
+			delay(ctx, retryPause)
+			continue
 		}
 		owner := ev.ID
 		if ev.Type == cm.EventConnectRequest {
@@ -101,7 +106,32 @@ func (p Provider) releaseLoop() error {
 	delete(loops.m, p)
 	l.stop()
 	<-l.done
-	return l.ch.Close()
+	return insist(l.ch.Close)
+}
+
+// retryPause is how long to wait before what a provider refused is tried again.
+const retryPause = 10 * time.Millisecond
+
+// delay waits, unless ctx ends.
+func delay(ctx context.Context, d time.Duration) {
+	t := time.NewTimer(d)
+	defer t.Stop()
+	select {
+	case <-t.C:
+	case <-ctx.Done():
+	}
+}
+
+// insist frees something that a provider may not let go at once: it tries again
+// for a moment.
+func insist(free func() error) error {
+	for range 2 {
+		if err := free(); err == nil || errors.Is(err, net.ErrClosed) {
+			return err
+		}
+		delay(context.Background(), retryPause)
+	}
+	return free()
 }
 
 // arena is the registered memory of a device, for one size of buffer.
@@ -160,5 +190,5 @@ func (a *arena) release() error {
 		return nil
 	}
 	delete(arenas.m, a.key)
-	return errors.Join(a.pool.Close(), a.pd.Close())
+	return errors.Join(insist(a.pool.Close), insist(a.pd.Close))
 }

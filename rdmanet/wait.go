@@ -137,17 +137,24 @@ func (c *Conn) park(w *waiter) error {
 	err := c.cq.Wait()
 	c.tx.socketFull.Store(false)
 	c.note(&s.write)
-	if err != nil {
-		return net.ErrClosed
-	}
-	return nil
+	return c.checkQueue(err)
 }
 
-func (c *Conn) arm(w *waiter) error {
-	if err := c.cq.Arm(!w.sends); err != nil {
+func (c *Conn) arm(w *waiter) error { return c.checkQueue(c.cq.Arm(!w.sends)) }
+
+// checkQueue ends the connection if its completion queue has failed.
+func (c *Conn) checkQueue(err error) error {
+	switch {
+	case err == nil:
+		return nil
+	case errors.Is(err, net.ErrClosed):
 		return net.ErrClosed
 	}
-	return nil
+	c.mu.Lock()
+	c.fail(err)
+	c.mu.Unlock()
+	c.changed()
+	return err
 }
 
 // interrupted returns why w has to stop waiting.
