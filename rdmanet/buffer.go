@@ -50,6 +50,7 @@ func (c *Conn) lend(f received) *qp.Buffer {
 // bufferReleased is called when the caller of ReadBuffer releases it. Its receive
 // is posted again, unless Close has begun.
 func (c *Conn) bufferReleased(b *qp.Buffer) {
+	var err error
 	c.mu.Lock()
 	slot := c.slotOf(b)
 	c.rx.lent[slot] = false
@@ -58,11 +59,12 @@ func (c *Conn) bufferReleased(b *qp.Buffer) {
 		b.Free()
 	case !c.closed.Load():
 		c.rx.releaseWR[0] = qp.RecvWR{WRID: slot, SGE: b.BlockSGE()}
-		if _, err := c.qp.PostRecv(c.rx.releaseWR[:]); err == nil {
+		if _, err = c.qp.PostRecv(c.rx.releaseWR[:]); err == nil {
 			c.flow.posted(1)
 		}
 	}
 	c.mu.Unlock()
+	c.refused(err)
 	c.returnCredits(true)
 	_ = c.arena.release()
 }

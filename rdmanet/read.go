@@ -45,8 +45,8 @@ type received struct {
 const backBatch = 4
 
 // flushGrace is how long a reader waits for the reason why the queue pair went
-// into error, which comes by way of the event channel.
-const flushGrace = time.Second
+// into error, which comes by way of the event channel. A variable for tests.
+var flushGrace = time.Second
 
 // initReceives posts all receives. Nothing is connected yet.
 func (c *Conn) initReceives() error {
@@ -119,7 +119,8 @@ func (c *Conn) repostControl() {
 	for _, slot := range c.rx.control {
 		// A queue pair in error flushes it; one that is gone needs none.
 		c.rx.controlWR[0] = qp.RecvWR{WRID: slot, SGE: c.rx.slots[slot].BlockSGE()}
-		_, _ = c.qp.PostRecv(c.rx.controlWR[:])
+		_, err := c.qp.PostRecv(c.rx.controlWR[:])
+		c.refused(err)
 	}
 	c.rx.control = c.rx.control[:0]
 }
@@ -133,14 +134,18 @@ func (c *Conn) flushedRecv() {
 	}
 	r.flushed = true
 	if r.err == nil && !r.ended {
-		time.AfterFunc(flushGrace, func() {
-			c.mu.Lock()
-			defer c.mu.Unlock()
-			c.fail(syscall.ECONNRESET)
-			c.wakeup(&c.wait.read)
-			c.wakeup(&c.wait.write)
-		})
+		c.endSoon()
 	}
+}
+
+// endSoon ends the connection, unless the reason becomes known that is on its way.
+func (c *Conn) endSoon() {
+	time.AfterFunc(flushGrace, func() {
+		c.mu.Lock()
+		c.fail(syscall.ECONNRESET)
+		c.mu.Unlock()
+		c.changed()
+	})
 }
 
 // endReads sets why reads end, unless that is known. c.mu is held.
@@ -162,10 +167,12 @@ func (c *Conn) disconnected(ev *cm.Event) {
 		c.fail(ev.Err)
 	default: // the peer closed in order: what it sent before can be read
 		c.failWrites(syscall.EPIPE)
+		if c.rx.err == nil && !c.rx.flushed { // which ends the reader; it may never come
+			c.endSoon()
+		}
 	}
 	c.mu.Unlock()
-	c.wakeup(&c.wait.read)
-	c.wakeup(&c.wait.write)
+	c.changed()
 }
 
 // canRead reports whether a read would not block.
@@ -310,8 +317,9 @@ func (c *Conn) repost() (due bool) {
 	if len(r.back) == 0 {
 		return false
 	}
-	n, _ := c.qp.PostRecv(r.back) // a queue pair that is gone needs no credits
+	n, err := c.qp.PostRecv(r.back) // a queue pair that is gone needs no credits
 	r.back = r.back[:0]
+	c.refused(err)
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.flow.posted(n)

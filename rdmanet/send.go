@@ -225,6 +225,7 @@ func (c *Conn) sendControl(typ frameType, waiting bool) error {
 		c.mu.Lock()
 		c.unnumber(first, 0, credits)
 		c.mu.Unlock()
+		c.refused(err)
 		return err
 	}
 	c.stats.framesSent.Add(1)
