@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"errors"
+	"fmt"
 	"net"
 	"net/netip"
 	"sync"
@@ -264,6 +265,42 @@ func TestARequestThatComesTwiceIsOne(t *testing.T) {
 	_, err := ch.GetEvent(ctx)
 	require.ErrorIs(t, err, context.DeadlineExceeded)
 	require.NoError(t, asked.Reject(nil))
+}
+
+// A listener that is destroyed turns away the requests that wait in the channel, and
+// those that come meanwhile.
+func TestDestroyTurnsAwayWhatNobodyGot(t *testing.T) {
+	for _, meanwhile := range []bool{false, true} {
+		t.Run(fmt.Sprint("meanwhile ", meanwhile), func(t *testing.T) {
+			on := onFake(t, nil)
+			faulty := verbsfault.Wrap(on.Provider, "faulty")
+			on.Provider = faulty
+			ch := newChannel(t, on)
+			ln := listen(t, ch, on)
+			other := newID(t, ch)
+			go other.GetEvent(withTimeout(t)) // leads, and queues what comes
+			e := newEnd(t, resolved(t, newChannel(t, on), ln.LocalAddr()))
+			ask := func() {
+				require.NoError(t, e.id.Connect(testParam))
+				require.Eventually(t, func() bool { return faulty.Reported(cm.EventConnectRequest) == 1 }, patience, time.Millisecond)
+			}
+			if meanwhile {
+				faulty.SetFail(func(op string, n int) error {
+					if op == "ID.Destroy" && n == 0 {
+						ask()
+					}
+					return nil
+				})
+			} else {
+				ask()
+			}
+			require.NoError(t, ln.Destroy())
+			ev, err := e.id.GetEvent(withTimeout(t))
+			require.NoError(t, err)
+			ev.Ack()
+			require.Equal(t, cm.EventRejected, ev.Type)
+		})
+	}
 }
 
 func TestContextEndsGetEvent(t *testing.T) {
