@@ -67,7 +67,9 @@ func handle(p unsafe.Pointer) C.uintptr_t { return C.uintptr_t(uintptr(p)) }
 
 func newCQ(d *device, depth int) (*cq, error) {
 	c := &cq{dev: d, tries: 1}
-	d.use()
+	if err := d.use(); err != nil {
+		return nil, err
+	}
 	ret := C.rn_create_cq(d.ctx, C.int(depth+probeRoom), &c.ch, &c.c)
 	if err := errnoOf(int(ret)); err != nil {
 		d.unuse()

@@ -89,10 +89,11 @@ type device struct {
 	iwarp bool
 	quirk quirk
 
-	mu     sync.Mutex // guards what follows
-	uses   int        // PDs and CQs
-	pin    **C.struct_ibv_context
-	filler *C.struct_ibv_cq // or nil: takes up a place where siw fails
+	mu      sync.Mutex // guards what follows; devices' lock → mu
+	uses    int        // PDs and CQs
+	removed bool
+	pin     **C.struct_ibv_context
+	filler  *C.struct_ibv_cq // or nil: takes up a place where siw fails
 }
 
 // quirk is what a driver does differently.
@@ -174,28 +175,46 @@ func limits(a *C.struct_ibv_device_attr, inline int) verbs.DeviceAttr {
 }
 
 // removed is called when the device is being removed, which waits until it is
-// closed. librdmacm closes it with the last use, once it has noticed. What comes
-// at the same address is another device.
+// closed. librdmacm closes it with the last use, once it has noticed, which it
+// doesn't when no other device is left: so we let go of it ourselves. What comes at
+// the same address is another device.
 func removed(ctx *C.struct_ibv_context) {
 	devices.Lock()
 	defer devices.Unlock()
+	d := devices.m[ctx]
 	delete(devices.m, ctx)
 	if devices.removed != ctx { // each id is told
 		devices.removed = ctx
 		C.rn_unpin_devices(C.rn_pin_devices()) // looks for devices
+		if d == nil {
+			C.rn_let_go(ctx)
+		}
+	}
+	if d == nil {
+		return
+	}
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.removed = true
+	if d.uses == 0 {
+		C.rn_let_go(ctx)
 	}
 }
 
 // use keeps librdmacm from closing a removed device while we hold objects of it.
-func (d *device) use() {
+func (d *device) use() error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
+	if d.removed {
+		return fmt.Errorf("device %s is removed: %w", d.name, syscall.ENODEV)
+	}
 	if d.uses++; d.uses == 1 {
 		d.pin = C.rn_pin_devices()
 		if d.quirk == quirkSIW { // the first object: from place 0 to beyond 0x90000
 			d.filler = C.rn_create_cq_alone(d.ctx, 0x90000/siwEntry+1)
 		}
 	}
+	return nil
 }
 
 func (d *device) unuse() {
@@ -206,6 +225,9 @@ func (d *device) unuse() {
 			C.rn_destroy_cq(d.filler)
 			d.filler = nil
 		}
+		if d.removed && d.pin != nil {
+			C.rn_let_go(d.ctx)
+		}
 		C.rn_unpin_devices(d.pin)
 		d.pin = nil
 	}
@@ -215,7 +237,9 @@ func (d *device) Name() string           { return d.name }
 func (d *device) Attr() verbs.DeviceAttr { return d.attr }
 
 func (d *device) AllocPD() (verbs.PD, error) {
-	d.use()
+	if err := d.use(); err != nil {
+		return nil, err
+	}
 	p := &pd{dev: d}
 	if err := errnoOf(int(C.rn_alloc_pd(d.ctx, &p.c))); err != nil {
 		d.unuse()

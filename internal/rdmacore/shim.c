@@ -6,9 +6,11 @@
 
 #include <dlfcn.h>
 #include <errno.h>
+#include <fcntl.h>
 #include <signal.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 // Every function that is called by name: result, name, parameters.
 #define RDMACM(X)                                                                                       \
@@ -190,6 +192,19 @@ void rn_unpin_devices(struct ibv_context **list)
 {
 	if (list)
 		rdma_free_devices(list);
+}
+
+// rn_let_go closes for the kernel a device of which nothing is used any more. Its
+// descriptors stay librdmacm's to close, and lead nowhere.
+void rn_let_go(struct ibv_context *ctx)
+{
+	int null = open("/dev/null", O_RDWR | O_CLOEXEC);
+
+	if (null < 0)
+		return;
+	dup3(null, ctx->cmd_fd, O_CLOEXEC);
+	dup3(null, ctx->async_fd, O_CLOEXEC);
+	close(null);
 }
 
 int rn_create_event_channel(struct rdma_event_channel **ch)

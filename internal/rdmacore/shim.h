@@ -22,6 +22,7 @@ int rn_query_gid(struct ibv_context *ctx, uint8_t port, int index, union ibv_gid
 int rn_probe_inline(struct ibv_context *ctx);
 struct ibv_context **rn_pin_devices(void);
 void rn_unpin_devices(struct ibv_context **list);
+void rn_let_go(struct ibv_context *ctx);
 
 // Connection manager.
 struct rn_event {
