@@ -28,15 +28,15 @@ const envPair = "RDMANET_TEST_PAIR"
 // to one whose link is down is stopped as a whole by QEMU, until the link is up.
 const envNarrow = "RDMANET_TEST_NARROW"
 
-// quick gives a silent host up after 7 s.
-var quick = net.KeepAliveConfig{Enable: true, Idle: 2 * time.Second, Interval: time.Second, Count: 5}
+// quick gives a silent host up after 6 s.
+var quick = net.KeepAliveConfig{Enable: true, Idle: 2 * time.Second, Interval: time.Second, Count: 4}
 
 // calm is b's: it takes longer than the outage that a survives, and gives a up
 // before the test ends.
 var calm = net.KeepAliveConfig{Enable: true, Idle: 2 * time.Second, Interval: time.Second, Count: 10}
 
 const (
-	whileAsleep = 9 * time.Second // longer than quick takes
+	whileAsleep = 8 * time.Second // longer than quick takes
 	shortOutage = 2 * time.Second // short enough for every retry
 )
 
@@ -366,7 +366,7 @@ func testSleep(t *testing.T, b otherHost) {
 		defer quiet.Close()
 		defer full.Close()
 		filled := make(chan error, 1)
-		go func() { filled <- exchange(full, 1, 2<<20) }() // more than the window
+		go func() { filled <- exchange(full, 1, 1<<20) }() // more than the window
 		_ = quiet.SetReadDeadline(time.Now().Add(whileAsleep))
 		if err := readByte(quiet); !errors.Is(err, os.ErrDeadlineExceeded) {
 			return fmt.Errorf("quiet: %w", err)
@@ -447,7 +447,7 @@ func testShortOutage(t *testing.T, b otherHost) {
 		defer busy.Close()
 		defer quiet.Close()
 		<-cut
-		if err := exchange(busy, 1, 1<<20); err != nil {
+		if err := exchange(busy, 1, 1<<19); err != nil {
 			return fmt.Errorf("busy: %w", err)
 		}
 		if err := exchange(quiet, 2, 1000); err != nil {
@@ -560,7 +560,7 @@ func testRemoval(t *testing.T, b otherHost) {
 			}
 		})
 		ready.Wait()
-		time.Sleep(time.Second) // the busy ones are
+		time.Sleep(300 * time.Millisecond) // the busy ones are
 		remove()
 		close(removed)
 		wait()
