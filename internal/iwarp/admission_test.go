@@ -47,14 +47,14 @@ func TestASetUpThatDribblesTimesOut(t *testing.T) {
 	leaksNoDescriptor(t)
 	ch := newChannel(t)
 	l := listenOn(t, ch, "127.0.0.1:0", 8)
-	p := dialPeer(t, l.LocalAddr())
 	request := setupBytes(t, wire.SetupFrame{Revision: 1, PrivateData: randomBytes(wire.MaxPrivateData)})
+	began := time.Now()
+	p := dialPeer(t, l.LocalAddr())
 	ended := make(chan error, 1)
 	go func() {
 		_, err := p.Read(make([]byte, 1))
 		ended <- err
 	}()
-	began := time.Now()
 	for i := range request {
 		select {
 		case err := <-ended:
