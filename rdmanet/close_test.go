@@ -145,6 +145,22 @@ func TestCloseReturnsWhileThePeerSleeps(t *testing.T) {
 	})
 }
 
+// TestSleeperReadsAllAfterTheEnd: whoever looks long after the end, when the reason for
+// it would have had its time, reads all and then io.EOF.
+func TestSleeperReadsAllAfterTheEnd(t *testing.T) {
+	onEveryPath(t, func(t *testing.T, cfg Config) {
+		checkLeaks(t)
+		setBounds(t, time.Millisecond, &flushGrace)
+		a, b := open(t, cfg)
+		p := bytesOf(1, 50_000)
+		write(t, a, p)
+		require.NoError(t, a.Close())
+		time.Sleep(50 * time.Millisecond)
+		require.Equal(t, p, read(t, b, len(p)))
+		requireEOF(t, b)
+	})
+}
+
 // TestAbortIsAReset: what had been received is read, then ECONNRESET.
 func TestAbortIsAReset(t *testing.T) {
 	for _, how := range []string{"SetLinger(0)", "Config.Linger"} {

@@ -465,6 +465,19 @@ func testShortOutage(t *testing.T, b otherHost) {
 	b.dismiss(ways)
 }
 
+// bothEnd uses one connection all the time and only reads from the other, until each
+// has ended with one of the errors.
+func bothEnd(busy, quiet *Conn, want ...syscall.Errno) error {
+	errs := make(chan error, 2)
+	go func() {
+		errs <- atMost("busy", patience, func() error { return typed(streamOn(busy), want...) })
+	}()
+	go func() {
+		errs <- atMost("quiet", patience, func() error { return typed(readByte(quiet), want...) })
+	}()
+	return errors.Join(<-errs, <-errs)
+}
+
 // The link of b is down until everybody has noticed, and then up again.
 func testLinkDown(t *testing.T, b otherHost) {
 	ways := b.ways(envNarrow + "=1")
@@ -483,14 +496,7 @@ func testLinkDown(t *testing.T, b otherHost) {
 		defer busy.Close()
 		defer quiet.Close()
 		<-down
-		errs := make(chan error, 2)
-		go func() {
-			errs <- atMost("busy", patience, func() error { return typed(streamOn(busy), syscall.ETIMEDOUT) })
-		}()
-		go func() {
-			errs <- atMost("quiet", patience, func() error { return typed(readByte(quiet), syscall.ETIMEDOUT) })
-		}()
-		return errors.Join(<-errs, <-errs)
+		return bothEnd(busy, quiet, syscall.ETIMEDOUT)
 	})
 	ready.Wait()
 	b.run("down", "ip link set $RDMANET_LAB_INTERFACE down")
@@ -540,14 +546,7 @@ func testRemoval(t *testing.T, b otherHost) {
 			defer busy.Close()
 			defer quiet.Close()
 			if has(w) {
-				errs := make(chan error, 2)
-				go func() {
-					errs <- atMost("busy", patience, func() error { return typed(streamOn(busy), want...) })
-				}()
-				go func() {
-					errs <- atMost("quiet", patience, func() error { return typed(readByte(quiet), want...) })
-				}()
-				return errors.Join(<-errs, <-errs)
+				return bothEnd(busy, quiet, want...)
 			}
 			for n := uint64(0); ; n++ {
 				select {
