@@ -136,8 +136,35 @@ func addrOrNil(a net.Addr) net.Addr {
 	return nil
 }
 
-// connect makes one connection, which is not yet committed.
+// letGo is how long a dial that is given up waits for what it gives back. siw takes
+// up to 10 s, the time that it gives a peer to answer, and two minutes for a host
+// that does not answer TCP.
+const letGo = 100 * time.Millisecond
+
+// connect makes one connection, which is not yet committed. It returns when ctx
+// ends; what a provider does not let go then is waited for in the background.
 func connect(ctx context.Context, cfg Config, p Provider, local, dst netip.AddrPort) (*Conn, error) {
+	results := make(chan dialed, 1)
+	go func() {
+		c, err := connectNow(ctx, cfg, p, local, dst)
+		results <- dialed{c, err}
+	}()
+	select {
+	case d := <-results:
+		return d.c, d.err
+	case <-ctx.Done():
+	}
+	select {
+	case d := <-results:
+		return d.c, d.err
+	case <-time.After(letGo):
+		go closeLosers(results, 1)
+		return nil, ctx.Err()
+	}
+}
+
+// connectNow is connect, and gives everything back before it fails.
+func connectNow(ctx context.Context, cfg Config, p Provider, local, dst netip.AddrPort) (*Conn, error) {
 	loop, err := acquireLoop(p)
 	if err != nil {
 		return nil, err

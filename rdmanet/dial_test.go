@@ -52,7 +52,12 @@ func silent(t testing.TB) string {
 		t.Cleanup(func() { l.Close() })
 		return l.Addr().String()
 	}
-	r := newRaw(t, "")
+	return silentOn(t, "")
+}
+
+// silentOn is silent with a provider.
+func silentOn(t testing.TB, p Provider) string {
+	r := newRaw(t, p)
 	var err error
 	r.id, err = r.ch.NewID()
 	require.NoError(t, err)

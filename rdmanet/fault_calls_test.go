@@ -1,6 +1,7 @@
 package rdmanet
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"io"
@@ -110,6 +111,38 @@ func failNth(t *testing.T, echo bool, p *verbsfault.Provider, op string, first, 
 		causes := map[*verbsfault.Provider]error{p: cause}
 		x.check(t, causes)
 	})
+}
+
+// TestDialReturnsWhateverItsProviderDoes: when its time is over it does not wait for
+// a call that takes longer, and neither does another dial.
+func TestDialReturnsWhateverItsProviderDoes(t *testing.T) {
+	for _, op := range []string{"ID.ResolveAddr", "ID.ResolveRoute", "ID.CreateQP", "ID.Connect", "QP.SetError", "QP.Destroy", "ID.Destroy"} {
+		t.Run(op, func(t *testing.T) {
+			faulty(t)
+			l := listenFaulty(t)
+			serve(l)
+			silent := silentOn(t, verbstest.Name)
+			called, free := make(chan struct{}), make(chan struct{})
+			defer close(free)
+			faultyDialer.SetFail(func(name string, n int) error {
+				if name == op && n == 0 {
+					close(called)
+					<-free
+				}
+				return nil
+			})
+			d := Dialer{Config: smallConfig(faultyDialer), Timeout: 20 * time.Millisecond}
+			within(t, patience, func() {
+				_, err := d.Dial("rdma", silent)
+				requireOpError(t, err, "dial", context.DeadlineExceeded)
+				<-called
+				d.Timeout = 0
+				c, err := d.Dial("rdma", l.Addr().String())
+				require.NoError(t, err)
+				require.NoError(t, c.Close())
+			})
+		})
+	}
 }
 
 // TestFailuresThatNobodyNotices: to get an event, and to free something, is tried

@@ -71,7 +71,6 @@ var frees = map[string]string{
 	"ibv_destroy_comp_channel":   "comp",
 	"ibv_destroy_cq":             "cq",
 	"ibv_destroy_qp":             "qp",
-	"rdma_destroy_qp":            "qp",
 }
 
 type thing struct {
@@ -392,14 +391,14 @@ ibv_post_send qp=d1 wr=4 signaled=1
 refused qp=d1 wr=4
 ibv_poll_cq cq=d0 wr=1 status=5
 ibv_poll_cq cq=d0 wr=3 status=5
-rdma_destroy_qp qp=d1
+ibv_destroy_qp qp=d1
 ibv_destroy_cq cq=d0
 ibv_destroy_comp_channel comp=dc
 rdma_destroy_id id=d
 ibv_modify_qp qp=a1 state=6
 rdma_disconnect id=a
 ibv_poll_cq cq=a0 wr=3 status=5
-rdma_destroy_qp qp=a1
+ibv_destroy_qp qp=a1
 ibv_destroy_cq cq=a0
 ibv_destroy_comp_channel comp=ac
 rdma_destroy_id id=a
@@ -456,20 +455,20 @@ func TestAuditRejects(t *testing.T) {
 		"a completion that was never posted": {"rdma_disconnect id=d",
 			"ibv_poll_cq cq=a0 wr=9 status=0\nrdma_disconnect id=d\n", "is not outstanding"},
 		"no completion": {"ibv_poll_cq cq=d0 wr=3 status=5", "", "work request 3 of line 12 has not completed"},
-		"a completion after the queue pair's end": {"rdma_destroy_qp qp=d1",
-			"rdma_destroy_qp qp=d1\nibv_poll_cq cq=d0 wr=3 status=5\n", "its queue pair is gone"},
+		"a completion after the queue pair's end": {"ibv_destroy_qp qp=d1",
+			"ibv_destroy_qp qp=d1\nibv_poll_cq cq=d0 wr=3 status=5\n", "its queue pair is gone"},
 		"no disconnect": {"rdma_disconnect id=d", "", "no rdma_disconnect before"},
 		"a disconnect that comes late": {"rdma_destroy_id id=d",
 			"rdma_disconnect id=d\nrdma_destroy_id id=d\nrdma_disconnect id=d\n", "there is no such id"},
-		"a queue pair destroyed twice": {"rdma_destroy_qp qp=d1",
-			"rdma_destroy_qp qp=d1\nrdma_destroy_qp qp=d1\n", "there is no such qp"},
-		"a queue pair that is left": {"rdma_destroy_qp qp=a1", "", "qp a1 is left"},
-		"an id before its queue pair": {"rdma_destroy_qp qp=d1",
-			"rdma_destroy_id id=d\nrdma_destroy_qp qp=d1\n", "1 that use it are left"},
-		"an id before its completion queue": {"rdma_destroy_qp qp=d1",
-			"rdma_destroy_qp qp=d1\nrdma_destroy_id id=d\n", "its completion queue is left"},
-		"a completion queue before its queue pair": {"rdma_destroy_qp qp=d1",
-			"ibv_destroy_cq cq=d0\nrdma_destroy_qp qp=d1\n", "1 that use it are left"},
+		"a queue pair destroyed twice": {"ibv_destroy_qp qp=d1",
+			"ibv_destroy_qp qp=d1\nibv_destroy_qp qp=d1\n", "there is no such qp"},
+		"a queue pair that is left": {"ibv_destroy_qp qp=a1", "", "qp a1 is left"},
+		"an id before its queue pair": {"ibv_destroy_qp qp=d1",
+			"rdma_destroy_id id=d\nibv_destroy_qp qp=d1\n", "1 that use it are left"},
+		"an id before its completion queue": {"ibv_destroy_qp qp=d1",
+			"ibv_destroy_qp qp=d1\nrdma_destroy_id id=d\n", "its completion queue is left"},
+		"a completion queue before its queue pair": {"ibv_destroy_qp qp=d1",
+			"ibv_destroy_cq cq=d0\nibv_destroy_qp qp=d1\n", "1 that use it are left"},
 		"a completion channel before its queue": {"ibv_destroy_cq cq=d0",
 			"ibv_destroy_comp_channel comp=dc\nibv_destroy_cq cq=d0\n", "1 that use it are left"},
 		"a completion event not acked":       {"ibv_ack_cq_events cq=a0 count=1", "", "1 events are not acked"},

@@ -20,8 +20,8 @@ import (
 )
 
 // eventChannel is an rdma_event_channel. librdmacm connects queue pairs while
-// it gets events, so the lock is held around that and around whatever frees
-// a queue pair.
+// it gets events, so the lock is held around that, and a queue pair is detached
+// with it before it is freed.
 type eventChannel struct {
 	serial uint64 // age, for the lock order
 	file   *os.File

@@ -454,16 +454,21 @@ func (q *qp) SetError() error {
 	return nil
 }
 
-// Destroy is rdma_destroy_qp(3).
+// Destroy is rdma_destroy_qp(3). While a connect is in progress, iWARP devices make
+// it wait until the peer has answered, or for siw's 10 s: meanwhile the channel's
+// lock is not held, which all ids need, and events don't find the queue pair.
 func (q *qp) Destroy() error {
 	q.keep.stop()
 	q.cq.mu.Lock()
 	q.cq.qp = nil
 	q.cq.mu.Unlock()
 	ch := q.id.lockChannel()
-	C.rn_destroy_qp(q.id.c)
+	C.rn_detach_qp(q.id.c)
 	q.id.qp = nil
 	ch.mu.Unlock()
+	if err := errnoOf(int(C.rn_destroy_qp(q.c))); err != nil {
+		return opError("ibv_destroy_qp", err)
+	}
 	q.release()
 	return nil
 }

@@ -31,7 +31,6 @@
 	X(int, rdma_migrate_id, (struct rdma_cm_id *, struct rdma_event_channel *))                         \
 	X(int, rdma_set_option, (struct rdma_cm_id *, int, int, void *, size_t))                            \
 	X(int, rdma_create_qp, (struct rdma_cm_id *, struct ibv_pd *, struct ibv_qp_init_attr *))           \
-	X(void, rdma_destroy_qp, (struct rdma_cm_id *))                                                     \
 	X(struct ibv_context **, rdma_get_devices, (int *))                                                 \
 	X(void, rdma_free_devices, (struct ibv_context **))
 
@@ -403,9 +402,15 @@ int rn_create_qp(struct rdma_cm_id *id, struct ibv_pd *pd, struct ibv_cq *cq, st
 	return ret;
 }
 
-void rn_destroy_qp(struct rdma_cm_id *id)
+// rn_detach_qp and rn_destroy_qp are rdma_destroy_qp(3) in two steps.
+void rn_detach_qp(struct rdma_cm_id *id)
 {
-	rdma_destroy_qp(id);
+	id->qp = NULL;
+}
+
+int rn_destroy_qp(struct ibv_qp *qp)
+{
+	return failed_errno(ibv_destroy_qp(qp));
 }
 
 int rn_alloc_pd(struct ibv_context *ctx, struct ibv_pd **pd)

@@ -52,7 +52,8 @@ int rn_migrate_id(struct rdma_cm_id *id, struct rdma_event_channel *ch);
 int rn_set_byte(struct rdma_cm_id *id, int option, uint8_t value); // of level RDMA_OPTION_ID
 int rn_set_int(struct rdma_cm_id *id, int option, int value);
 int rn_create_qp(struct rdma_cm_id *id, struct ibv_pd *pd, struct ibv_cq *cq, struct ibv_qp_cap *cap);
-void rn_destroy_qp(struct rdma_cm_id *id);
+void rn_detach_qp(struct rdma_cm_id *id);
+int rn_destroy_qp(struct ibv_qp *qp);
 
 // Verbs.
 int rn_alloc_pd(struct ibv_context *ctx, struct ibv_pd **pd);

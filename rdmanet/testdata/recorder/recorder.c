@@ -210,12 +210,6 @@ int rdma_create_qp(struct rdma_cm_id *id, struct ibv_pd *pd, struct ibv_qp_init_
 	return ret;
 }
 
-void rdma_destroy_qp(struct rdma_cm_id *id)
-{
-	record("rdma_destroy_qp qp=%lx\n", P(id->qp));
-	REAL(rdma_destroy_qp)(id);
-}
-
 struct ibv_qp *ibv_create_qp(struct ibv_pd *pd, struct ibv_qp_init_attr *attr)
 {
 	struct ibv_qp *qp = REAL(ibv_create_qp)(pd, attr);
