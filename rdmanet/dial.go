@@ -60,8 +60,9 @@ func (d *Dialer) Dial(network, address string) (net.Conn, error) {
 }
 
 // DialContext connects to an address, as Dial does. When ctx ends first it fails
-// with the context's error; the connection does not end with ctx afterwards. It
-// fits wherever a net.Dialer's DialContext does, such as in http.Transport.
+// with the context's error, and a device that is not done yet is waited for in the
+// background; the connection does not end with ctx afterwards. It fits wherever a
+// net.Dialer's DialContext does, such as in http.Transport.
 func (d *Dialer) DialContext(ctx context.Context, network, address string) (net.Conn, error) {
 	c, err := d.dial(ctx, network, address)
 	if err != nil {

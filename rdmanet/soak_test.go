@@ -312,7 +312,7 @@ func (s *soak) dial(peer string, rng *rand.Rand) bool {
 	ctx, cancel := context.WithTimeout(context.Background(), patience)
 	impatient := rng.IntN(8) == 0
 	if impatient {
-		ctx, cancel = context.WithTimeout(ctx, time.Duration(rng.IntN(3000))*time.Microsecond)
+		ctx, cancel = context.WithTimeout(ctx, time.Duration(rng.IntN(1<<rng.IntN(17)))*time.Microsecond)
 	}
 	defer cancel()
 	p := planOf(rng.Uint64())
