@@ -2,6 +2,7 @@ package rdmanet
 
 import (
 	"net"
+	"runtime"
 
 	"github.com/rdmanet/rdmanet/qp"
 )
@@ -188,6 +189,18 @@ func (c *Conn) reserve(want int) (int, error) {
 		if err := c.waitFor(&c.wait.write); err != nil {
 			return 0, err
 		}
+	}
+}
+
+// yieldFrames is after how many large frames a writer yields. One that never parks
+// is like a reader that never does: see spinYield.
+const yieldFrames = 4
+
+// yield notes that n large frames are to be sent. writeMu is held.
+func (t *txState) yield(n int) {
+	if t.run += n; t.run >= yieldFrames {
+		t.run = 0
+		runtime.Gosched()
 	}
 }
 
