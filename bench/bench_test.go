@@ -17,7 +17,7 @@ import (
 
 func benchmarkKinds(b *testing.B, sizes []int, run func(*testing.B, *netPeer, int)) {
 	for _, size := range sizes {
-		for _, k := range kinds([]string{""}) {
+		for _, k := range kinds(options{providers: []string{""}}) {
 			name := "kind=" + k.name
 			if size > 0 {
 				name = fmt.Sprintf("size=%s/%s", strings.ReplaceAll(sizeString(size), " ", ""), name)

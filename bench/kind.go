@@ -44,21 +44,23 @@ type transport struct {
 }
 
 // kinds returns TCP and a kind for each of rdmanet's providers.
-func kinds(providers []string) []kind {
+func kinds(o options) []kind {
 	all := []kind{netKind("tcp", tcpTransport())}
-	for _, p := range providers {
+	for _, p := range o.providers {
 		name := "rdma"
-		if len(providers) > 1 {
+		if len(o.providers) > 1 {
 			name += "/" + p
 		}
-		all = append(all, netKind(name, rdmaTransport(rdmanet.Provider(p))))
+		cfg := o.config
+		cfg.Provider = rdmanet.Provider(p)
+		all = append(all, netKind(name, rdmaTransport(cfg)))
 	}
 	return all
 }
 
 // transportNamed returns the transport of a kind.
-func transportNamed(name string, providers []string) (*transport, error) {
-	for _, k := range kinds(providers) {
+func transportNamed(name string, o options) (*transport, error) {
+	for _, k := range kinds(o) {
 		if k.name == name && k.net != nil {
 			return k.net, nil
 		}
@@ -79,8 +81,7 @@ func tcpTransport() transport {
 	}
 }
 
-func rdmaTransport(p rdmanet.Provider) transport {
-	cfg := rdmanet.Config{Provider: p}
+func rdmaTransport(cfg rdmanet.Config) transport {
 	dialWithin := func(ctx context.Context, address string, bytes int64) (net.Conn, error) {
 		d := rdmanet.Dialer{Config: cfg}
 		d.MaxRegistered = bytes

@@ -8,6 +8,8 @@ import (
 	"time"
 
 	"github.com/spf13/pflag"
+
+	"github.com/rdmanet/rdmanet/rdmanet"
 )
 
 const usage = `bench: rdmanet beside TCP, in one run. Prints a Markdown table.
@@ -19,6 +21,7 @@ Usage: cd bench && go run . [flags]
 // options are what the command line says.
 type options struct {
 	providers     []string
+	config        rdmanet.Config // without a provider
 	address       string
 	duration      time.Duration // of a point and kind
 	sliceLength   time.Duration
@@ -51,6 +54,9 @@ func parseOptions(args []string, stderr io.Writer) (options, error) {
 	f.SortFlags = false
 	f.SetOutput(stderr)
 	f.StringSliceVar(&o.providers, "provider", []string{"auto"}, "rdmanet's `NAME`, or several with commas: each is a kind beside tcp")
+	f.IntVar(&o.config.BufferSize, "buffer-size", 0, "rdmanet's Config.BufferSize, in `BYTES`; 0 is its default, here and below")
+	f.IntVar(&o.config.RecvDepth, "recv-depth", 0, "rdmanet's Config.RecvDepth, `N` buffers")
+	f.IntVar(&o.config.SendDepth, "send-depth", 0, "rdmanet's Config.SendDepth, `N` buffers")
 	f.StringVar(&o.address, "address", "127.0.0.1", "the server's `IP`, for every kind")
 	f.DurationVar(&o.duration, "duration", 2*time.Second, "`TIME` for each point and kind")
 	f.DurationVar(&o.sliceLength, "slice", 100*time.Millisecond, "`TIME` after which the next kind has its turn")
@@ -113,5 +119,11 @@ func (o *options) serverArgs(self, kind string) []string {
 	if o.serverCommand != "" {
 		command = strings.Fields(o.serverCommand)
 	}
-	return append(command, "--serve="+kind, "--address="+o.address, "--provider="+strings.Join(o.providers, ","))
+	command = append(command, "--serve="+kind, "--address="+o.address, "--provider="+strings.Join(o.providers, ","))
+	for name, n := range map[string]int{"buffer-size": o.config.BufferSize, "recv-depth": o.config.RecvDepth, "send-depth": o.config.SendDepth} {
+		if n != 0 {
+			command = append(command, fmt.Sprintf("--%s=%d", name, n))
+		}
+	}
+	return command
 }

@@ -8,6 +8,8 @@ import (
 
 	"github.com/spf13/pflag"
 	"github.com/stretchr/testify/require"
+
+	"github.com/rdmanet/rdmanet/rdmanet"
 )
 
 func TestParseOptionsDefaults(t *testing.T) {
@@ -54,4 +56,9 @@ func TestServerArgs(t *testing.T) {
 	require.Equal(t, []string{"/bench", "--serve=tcp", "--address=::1", "--provider=a,b"}, o.serverArgs("/bench", "tcp"))
 	o.serverCommand = "ssh host bench"
 	require.Equal(t, []string{"ssh", "host", "bench", "--serve=tcp", "--address=::1", "--provider=a,b"}, o.serverArgs("/bench", "tcp"))
+	o, err = parseOptions([]string{"--buffer-size=65536", "--recv-depth=8", "--send-depth=4"}, io.Discard)
+	require.NoError(t, err)
+	served, err := parseOptions(o.serverArgs("/bench", "rdma")[1:], io.Discard)
+	require.NoError(t, err)
+	require.Equal(t, rdmanet.Config{BufferSize: 65536, RecvDepth: 8, SendDepth: 4}, served.config)
 }

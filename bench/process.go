@@ -42,7 +42,7 @@ func (r resources) minus(s resources) resources {
 
 // serveProcess is the server's process.
 func serveProcess(ctx context.Context, o options, stdin io.Reader, stdout io.Writer) error {
-	t, err := transportNamed(o.serve, o.providers)
+	t, err := transportNamed(o.serve, o)
 	if err != nil {
 		return err
 	}

@@ -72,7 +72,7 @@ func newReport(o options) *report {
 // add takes the series of a point, of which the first is the baseline's if the
 // baseline has that point.
 func (r *report) add(pt point, all []*series) {
-	baseline := kinds(nil)[0].name
+	baseline := kinds(options{})[0].name
 	for i, m := range pt.metrics() {
 		row := row{What: pt.what, Size: pt.size, Metric: m.name, Unit: m.unit, Lower: m.lower}
 		for _, s := range all {

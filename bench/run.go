@@ -25,7 +25,7 @@ func measureAll(ctx context.Context, o options, progress io.Writer) (r *report, 
 			err = errors.Join(err, u.peer.close())
 		}
 	}()
-	for _, k := range kinds(o.providers) {
+	for _, k := range kinds(o) {
 		p, err := k.start(ctx, o)
 		if err != nil {
 			return nil, err
