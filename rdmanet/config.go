@@ -42,7 +42,9 @@ type Config struct {
 	Provider Provider
 
 	// BufferSize is the payload of a registered buffer, and so of a frame, in
-	// bytes: 1 KiB to 1 MiB; 0 means 32 KiB. The two sides may differ.
+	// bytes: 1 KiB to 1 MiB; 0 means 32 KiB. The two sides may differ. Over
+	// devices, 64 KiB with half the RecvDepth carries bulk data faster; but a
+	// small message uses up a buffer, too.
 	BufferSize int
 	// RecvDepth is how many buffers are posted for the peer's data: 1 to 4096;
 	// 0 means 16. BufferSize times RecvDepth is the window, of which the peer may
