@@ -136,7 +136,7 @@ func (c *Conn) WriteBuffer(b *Buffer) (int, error) {
 		b.Release()
 		return 0, opError(opWrite, c.local, c.remote, err)
 	}
-	c.tx.yield(1)
+	c.tx.yield(n)
 	c.postMu.Lock()
 	if err := c.postBlock(b, true); err != nil {
 		return 0, opError(opWrite, c.local, c.remote, err)

@@ -192,13 +192,13 @@ func (c *Conn) reserve(want int) (int, error) {
 	}
 }
 
-// yieldFrames is after how many large frames a writer yields. One that never parks
-// is like a reader that never does: see spinYield.
-const yieldFrames = 4
+// yieldBytes is after how much a writer yields. One that never parks is like a
+// reader that never does: see spinYield.
+const yieldBytes = 256 << 10
 
-// yield notes that n large frames are to be sent. writeMu is held.
+// yield notes that n bytes are to be sent. writeMu is held.
 func (t *txState) yield(n int) {
-	if t.run += n; t.run >= yieldFrames {
+	if t.run += n; t.run >= yieldBytes {
 		t.run = 0
 		runtime.Gosched()
 	}

@@ -35,7 +35,7 @@ type txState struct {
 	err          error        // why writes fail
 	finSent      bool         // no more is written
 	finPosted    bool         // writeMu
-	run          int          // frames since the writer yielded; writeMu
+	run          int          // bytes since the writer yielded; writeMu
 
 	mu       sync.Mutex // the open block; taken with postMu held, or alone
 	open     *qp.Buffer // its credit and slot are reserved
@@ -335,7 +335,7 @@ func (c *Conn) writeLarge(v *vector) error {
 	if err != nil {
 		return err
 	}
-	c.tx.yield(n)
+	c.tx.yield(min(v.left, n*c.tx.frameMax))
 	if !c.tx.direct {
 		return c.postCopies(v, n)
 	}
