@@ -278,8 +278,8 @@ func (q *QP) Abandon() (sends, recvs int) {
 
 // Close destroys the QP, ibv_destroy_qp(3). While work requests are outstanding
 // it returns a *BusyError: call SetError, and poll until Outstanding is 0.
-// It waits for a post in progress and, on an iWARP device, until a connect in
-// progress has succeeded or failed: siw gives it 10 s.
+// It waits for a post in progress and, on siw, until a connect in progress has
+// succeeded or failed, which takes up to 10 s.
 func (q *QP) Close() error {
 	q.guard.Lock()
 	defer q.guard.Unlock()

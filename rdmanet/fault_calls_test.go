@@ -113,8 +113,9 @@ func failNth(t *testing.T, echo bool, p *verbsfault.Provider, op string, first, 
 	})
 }
 
-// TestDialReturnsWhateverItsProviderDoes: when its time is over it does not wait for
-// a call that takes longer, and neither does another dial.
+// TestDialReturnsWhateverItsProviderDoes: when its context ends it does not wait for
+// a call that takes longer, and neither does another dial. The context ends in that
+// call, or while the connect waits for its answer.
 func TestDialReturnsWhateverItsProviderDoes(t *testing.T) {
 	for _, op := range []string{"ID.ResolveAddr", "ID.ResolveRoute", "ID.CreateQP", "ID.Connect", "QP.SetError", "QP.Destroy", "ID.Destroy"} {
 		t.Run(op, func(t *testing.T) {
@@ -124,19 +125,22 @@ func TestDialReturnsWhateverItsProviderDoes(t *testing.T) {
 			silent := silentOn(t, verbstest.Name)
 			called, free := make(chan struct{}), make(chan struct{})
 			defer close(free)
+			ctx, cancel := context.WithCancel(t.Context())
 			faultyDialer.SetFail(func(name string, n int) error {
+				if name == op || name == "ID.Connect" {
+					cancel()
+				}
 				if name == op && n == 0 {
 					close(called)
 					<-free
 				}
 				return nil
 			})
-			d := Dialer{Config: smallConfig(faultyDialer), Timeout: 20 * time.Millisecond}
+			d := Dialer{Config: smallConfig(faultyDialer)}
 			within(t, patience, func() {
-				_, err := d.Dial("rdma", silent)
-				requireOpError(t, err, "dial", context.DeadlineExceeded)
+				_, err := d.DialContext(ctx, "rdma", silent)
+				requireOpError(t, err, "dial", context.Canceled)
 				<-called
-				d.Timeout = 0
 				c, err := d.Dial("rdma", l.Addr().String())
 				require.NoError(t, err)
 				require.NoError(t, c.Close())

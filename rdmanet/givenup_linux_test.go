@@ -19,7 +19,7 @@ import (
 // 10 s, and one to a host that does not answer TCP for two minutes.
 func TestDialGivenUpHoldsUpNobody(t *testing.T) {
 	onEachDevice(t, func(t *testing.T, d labDevice) {
-		peers := map[string]func(testing.TB, labDevice) (addr string, waits func() bool){"silent": silentPeer}
+		peers := map[string]func(testing.TB, labDevice) keptPeer{"silent": silentPeer}
 		if d.siw {
 			peers["deaf"] = deafPeer
 		}
@@ -27,17 +27,24 @@ func TestDialGivenUpHoldsUpNobody(t *testing.T) {
 			t.Run(name, func(t *testing.T) {
 				checkLeaks(t)
 				l := echoes(t, d, Config{})
-				addr, waits := peer(t, d)
+				p := peer(t, d)
 				for try := 1; ; try++ {
+					ctx, cancel := context.WithCancel(t.Context())
+					given := make(chan error, 1)
+					go func() {
+						_, err := (&Dialer{}).DialContext(ctx, "rdma", p.addr)
+						given <- err
+					}()
+					p.asked()
+					cancel()
 					within(t, patience, func() {
-						_, err := DialTimeout("rdma", addr, 300*time.Millisecond)
-						requireOpError(t, err, "dial", context.DeadlineExceeded)
+						requireOpError(t, <-given, "dial", context.Canceled)
 						c, err := Dial("rdma", l.Addr().String())
 						require.NoError(t, err)
 						require.NoError(t, echoed(c, bytesOf(1, 100_000)))
 						require.NoError(t, c.Close())
 					})
-					if waits() {
+					if p.waits() {
 						return
 					}
 					require.Less(t, try, 3, "somebody waited until the device had let go") // or the machine stood still
@@ -47,28 +54,42 @@ func TestDialGivenUpHoldsUpNobody(t *testing.T) {
 	})
 }
 
-// silentPeer is one that takes connect requests and does not answer. It reports
-// whether the device that sent one still waits for that, where it can be told.
-func silentPeer(t testing.TB, d labDevice) (addr string, waits func() bool) {
+// keptPeer is one that keeps a device waiting for it.
+type keptPeer struct {
+	addr  string
+	asked func()      // returns when a connect is on its way
+	waits func() bool // whether the device still waits, where it can be told
+}
+
+// longEnough is asked where nobody can tell.
+func longEnough() { time.Sleep(300 * time.Millisecond) }
+
+func yes() bool { return true }
+
+// silentPeer is one that takes connect requests and does not answer.
+func silentPeer(t testing.TB, d labDevice) keptPeer {
 	if !d.siw {
-		return silentOn(t, ""), func() bool { return true }
+		return keptPeer{silentOn(t, ""), longEnough, yes}
 	}
 	l, err := net.Listen("tcp", net.JoinHostPort(d.addr, "0"))
 	require.NoError(t, err)
 	closeLater(t, l)
-	return l.Addr().String(), func() bool {
-		c, err := l.Accept()
+	var c net.Conn
+	return keptPeer{l.Addr().String(), func() {
+		require.NoError(t, l.(*net.TCPListener).SetDeadline(time.Now().Add(patience)))
+		c, err = l.Accept()
 		require.NoError(t, err)
+	}, func() bool {
 		defer c.Close()
 		_ = c.SetReadDeadline(time.Now().Add(100 * time.Millisecond))
-		_, err = io.Copy(io.Discard, c)
+		_, err := io.Copy(io.Discard, c)
 		return errors.Is(err, os.ErrDeadlineExceeded)
-	}
+	}}
 }
 
 // deafPeer is one whose TCP does not answer: the queue of those that nobody has
 // accepted is full.
-func deafPeer(t testing.TB, d labDevice) (addr string, waits func() bool) {
+func deafPeer(t testing.TB, d labDevice) keptPeer {
 	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
 	require.NoError(t, err)
 	t.Cleanup(func() { unix.Close(fd) })
@@ -76,12 +97,12 @@ func deafPeer(t testing.TB, d labDevice) (addr string, waits func() bool) {
 	require.NoError(t, unix.Listen(fd, 0))
 	sa, err := unix.Getsockname(fd)
 	require.NoError(t, err)
-	addr = net.JoinHostPort(d.addr, strconv.Itoa(sa.(*unix.SockaddrInet4).Port))
+	addr := net.JoinHostPort(d.addr, strconv.Itoa(sa.(*unix.SockaddrInet4).Port))
 	for {
 		c, err := net.DialTimeout("tcp", addr, time.Second)
 		if err != nil {
 			require.True(t, err.(net.Error).Timeout(), "%v", err)
-			return addr, func() bool { return true } // till the end
+			return keptPeer{addr, longEnough, yes} // till the end
 		}
 		closeLater(t, c)
 	}

@@ -454,9 +454,9 @@ func (q *qp) SetError() error {
 	return nil
 }
 
-// Destroy is rdma_destroy_qp(3). While a connect is in progress, iWARP devices make
-// it wait until the peer has answered, or for siw's 10 s: meanwhile the channel's
-// lock is not held, which all ids need, and events don't find the queue pair.
+// Destroy is rdma_destroy_qp(3). While a connect is in progress, siw makes it wait
+// until the peer has answered, or for 10 s: meanwhile the channel's lock is not held,
+// which all ids need, and events don't find the queue pair.
 func (q *qp) Destroy() error {
 	q.keep.stop()
 	q.cq.mu.Lock()
