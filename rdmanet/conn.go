@@ -85,8 +85,8 @@ func (c *Conn) open() error {
 	}
 	c.cfg.fit(dev.Attr())
 	c.wait.waitPolls = dev.Attr().WaitPolls
-	if c.cfg.Spin == 0 && !c.wait.waitPolls {
-		c.wait.spin.limit = deviceSpin()
+	if !c.wait.waitPolls {
+		c.wait.onDevice()
 	}
 	var err error
 	if c.arena, err = acquireArena(dev, c.cfg.poolConfig()); err != nil {
@@ -245,13 +245,13 @@ type Stats struct {
 	BytesRead, BytesWritten       uint64 // payload that passed Read and Write
 	FramesReceived, FramesSent    uint64 // SENDs, control frames included
 	CreditsReceived, CreditFrames uint64 // credits the peer returned; CREDIT frames sent
-	Parks, SpinHits               uint64 // waits that parked; that ended while spinning
+	Parks, SpinHits, Naps         uint64 // times that a wait parked, ended while spinning, or napped
 	WriteStalls                   uint64 // writes that waited for the peer or the send queue
 }
 
 type counters struct {
-	bytesRead, bytesWritten, framesReceived, framesSent atomic.Uint64
-	creditsReceived, creditFrames, parks, spins, stalls atomic.Uint64
+	bytesRead, bytesWritten, framesReceived, framesSent       atomic.Uint64
+	creditsReceived, creditFrames, parks, spins, naps, stalls atomic.Uint64
 }
 
 // Stats returns the connection's counts.
@@ -261,6 +261,6 @@ func (c *Conn) Stats() Stats {
 		BytesRead: s.bytesRead.Load(), BytesWritten: s.bytesWritten.Load(),
 		FramesReceived: s.framesReceived.Load(), FramesSent: s.framesSent.Load(),
 		CreditsReceived: s.creditsReceived.Load(), CreditFrames: s.creditFrames.Load(),
-		Parks: s.parks.Load(), SpinHits: s.spins.Load(), WriteStalls: s.stalls.Load(),
+		Parks: s.parks.Load(), SpinHits: s.spins.Load(), Naps: s.naps.Load(), WriteStalls: s.stalls.Load(),
 	}
 }

@@ -13,8 +13,7 @@ import (
 // polls for a moment before it parks. That is worth it for whoever has sent
 // something and waits for the answer, while the peer answers within that moment.
 // It costs a core when it does not; so a connection stops after some misses, and
-// tries again ever more rarely. Nor do more than half of the process's threads spin
-// at a time.
+// tries again ever more rarely.
 
 // spinner decides whether to spin. Only the leader uses it.
 type spinner struct {
@@ -63,22 +62,32 @@ func (s *spinner) tried(hit bool) {
 	}
 }
 
+// Who spins or naps keeps its thread from the other goroutines: no more than half
+// of the threads at a time.
 var (
-	spinning    atomic.Int32 // goroutines that spin
-	maxSpinning = int32(runtime.GOMAXPROCS(0) / 2)
+	holding    atomic.Int32
+	maxHolding = int32(runtime.GOMAXPROCS(0) / 2)
 )
+
+// hold reports whether one more may; if so, it calls unhold afterwards.
+func hold() bool {
+	if holding.Add(1) <= maxHolding {
+		return true
+	}
+	unhold()
+	return false
+}
+
+func unhold() { holding.Add(-1) }
 
 // spin polls until w is ready, or for as long as it is worth it. It reports
 // whether w is ready.
 func (c *Conn) spin(w *waiter) bool {
 	s := &c.wait.spin
-	if w != &c.wait.read || !c.tx.asked.Swap(false) || !s.worthwhile() {
+	if !s.worthwhile() || !hold() {
 		return false
 	}
-	defer spinning.Add(-1)
-	if spinning.Add(1) > maxSpinning {
-		return false
-	}
+	defer unhold()
 	if s.spins++; s.spins%spinYield == 0 {
 		runtime.Gosched()
 	}
@@ -111,13 +120,19 @@ func (c *Conn) pollFor(w *waiter, limit time.Duration) bool {
 	}
 }
 
-// deviceSpin is the limit on devices if Config leaves it open: several times what
-// a wake-up takes here, within bounds. Less, and two sides that have parked once
-// would never meet again: each would park before the other has woken up, found its
-// message and answered.
-var deviceSpin = sync.OnceValue(func() time.Duration {
-	return min(max(8*wakeUp(), 100*time.Microsecond), time.Millisecond)
-})
+// deviceSpin and deviceNap are the limits of spins and naps on devices if Config
+// leaves them open: several times what a wake-up takes here, within bounds. Were
+// spins shorter, two sides that have parked once would never meet again: each would
+// park before the other has woken up, found its message and answered. Were naps, to
+// wake up from them would take a notable part of the time.
+func deviceSpin() time.Duration { return wakeUps(8) }
+func deviceNap() time.Duration  { return wakeUps(20) }
+
+func wakeUps(n time.Duration) time.Duration {
+	return min(max(n*oneWakeUp(), 100*time.Microsecond), time.Millisecond)
+}
+
+var oneWakeUp = sync.OnceValue(wakeUp)
 
 // wakeUp measures how long it takes until a goroutine that the netpoller has
 // parked runs again.

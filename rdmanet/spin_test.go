@@ -32,12 +32,12 @@ func TestSpinnerGivesUpAndTriesAgain(t *testing.T) {
 // for no answer does not.
 func TestNotAllSpin(t *testing.T) {
 	checkLeaks(t)
-	was := maxSpinning
-	defer func() { maxSpinning = was }()
+	was := maxHolding
+	defer func() { maxHolding = was }()
 	cfg := Config{Spin: time.Hour}
 	l := listen(t, ListenConfig{Config: cfg})
 	for _, asked := range []bool{true, false} {
-		for _, maxSpinning = range []int32{1, 0} {
+		for _, maxHolding = range []int32{1, 0} {
 			var waiting, others []*Conn
 			for range 3 {
 				a, b := pairOn(t, cfg, l)
@@ -48,7 +48,7 @@ func TestNotAllSpin(t *testing.T) {
 				go func() { _, _ = a.Read(make([]byte, 1)) }()
 				waiting, others = append(waiting, a), append(others, b)
 			}
-			want := maxSpinning
+			want := maxHolding
 			if !asked {
 				want = 0
 			}
@@ -61,7 +61,7 @@ func TestNotAllSpin(t *testing.T) {
 				}
 				return parked == len(waiting)-int(want)
 			}, "all but %d park", want)
-			require.Equal(t, want, spinning.Load())
+			require.Equal(t, want, holding.Load())
 			hits := uint64(0)
 			for i, c := range waiting {
 				write(t, others[i], []byte("!"))
@@ -76,9 +76,9 @@ func TestNotAllSpin(t *testing.T) {
 // TestSpinningIsInterrupted by the deadline and Close, however long it may last.
 func TestSpinningIsInterrupted(t *testing.T) {
 	checkLeaks(t)
-	was := maxSpinning
-	defer func() { maxSpinning = was }()
-	maxSpinning = 1
+	was := maxHolding
+	defer func() { maxHolding = was }()
+	maxHolding = 1
 	a, _ := open(t, Config{Spin: time.Hour})
 	for _, end := range []func(){func() { _ = a.SetReadDeadline(time.Now()) }, func() { _ = a.Close() }} {
 		_ = a.SetReadDeadline(time.Time{})
@@ -88,7 +88,7 @@ func TestSpinningIsInterrupted(t *testing.T) {
 			_, err := a.Read(make([]byte, 1))
 			ended <- err
 		}()
-		eventually(t, func() bool { return spinning.Load() == 1 }, "it spins")
+		eventually(t, func() bool { return holding.Load() == 1 }, "it spins")
 		within(t, patience, func() {
 			end()
 			require.Error(t, <-ended)

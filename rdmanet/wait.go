@@ -33,6 +33,7 @@ type waitState struct {
 	leader      atomic.Pointer[waiter]
 	parked      atomic.Bool // the leader is, or is about to be, in CQ.Wait
 	spin        spinner
+	moderator   moderator
 	waitPolls   bool             // CQ.Wait polls
 	wcs         [pollBatch]qp.WC // pollMu
 }
@@ -45,7 +46,17 @@ func (s *waitState) init(c *Conn) {
 	s.lead = make(chan struct{}, 1)
 	s.read = waiter{ready: c.canRead, note: make(chan struct{}, 1), deadline: makeDeadline(func() { c.wakeup(&s.read) })}
 	s.write = waiter{ready: c.canWrite, note: make(chan struct{}, 1), deadline: makeDeadline(func() { c.wakeup(&s.write) }), sends: true}
-	s.spin = spinner{limit: c.cfg.Spin}
+	s.spin.limit, s.moderator.limit = c.cfg.Spin, c.cfg.Moderation
+}
+
+// onDevice fills in what Config leaves open, for a device.
+func (s *waitState) onDevice() {
+	if s.spin.limit == 0 {
+		s.spin.limit = deviceSpin()
+	}
+	if s.moderator.limit == 0 {
+		s.moderator.limit = deviceNap()
+	}
 }
 
 // waitFor returns nil when w is ready, or why it stopped waiting: its deadline
@@ -91,7 +102,7 @@ func (c *Conn) leadFor(w *waiter) error {
 	}()
 	spun := false
 	// A queue whose Wait looks for itself needs no look before the first one.
-	for look := !s.waitPolls; ; look = true {
+	for look := !s.waitPolls || s.moderator.limit > 0; ; look = true {
 		if look {
 			polled := c.poll()
 			if w.ready() {
@@ -108,9 +119,16 @@ func (c *Conn) leadFor(w *waiter) error {
 			return err
 		}
 		if !spun {
-			if spun = true; c.spin(w) {
-				return nil
+			spun = true
+			if w == &s.read && c.tx.asked.Swap(false) {
+				s.moderator.stop()
+				if c.spin(w) {
+					return nil
+				}
 			}
+		}
+		if c.doze(w) {
+			continue
 		}
 		if err := c.park(w); err != nil {
 			return err
