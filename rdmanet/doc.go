@@ -20,7 +20,9 @@
 //
 // Nobody waits on a connection's behalf: a goroutine in Read or Write polls the
 // completion queue itself and parks in the runtime's netpoller. An idle connection
-// has no goroutine and uses no CPU.
+// has no goroutine and uses no CPU. On devices, who waits for an answer polls for a
+// moment first (Config.Spin), and who reads a stream naps, rather than being woken
+// for each of its Writes (Config.Moderation).
 //
 // # Zero copy
 //
