@@ -68,10 +68,11 @@ type Config struct {
 	// Moderation is for how long at most who reads a stream leaves what arrives
 	// lie before it looks again, instead of being woken for each Write. A stream
 	// is frames of more than 4 KiB that come one after the other while nothing is
-	// sent, less fast than they could be read: 0 means, on devices, twenty
-	// times what a wake-up takes, but 100 µs to 1 ms, and in software not at all; negative, not at all, as for less than
-	// 50 µs. It is a compromise: the stream takes less of either processor, and
-	// its last bytes may arrive so much later.
+	// sent, less fast than they could be read. It is a compromise: the stream takes
+	// less of either processor; its last bytes, and the effect of a deadline or of
+	// Close, may come so much later. 0 means, on devices, twenty times what a
+	// wake-up takes, but 100 µs to 1 ms, and in software not at all; negative, or
+	// less than 50 µs, not at all.
 	Moderation time.Duration
 	// Linger bounds how long Close takes to send what was written and to end the
 	// connection in order: 0 means 5 s, negative that Close aborts the

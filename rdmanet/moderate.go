@@ -28,6 +28,7 @@ type moderator struct {
 const (
 	napShare   = 8 // a nap lasts for as long as this part of the window takes to arrive
 	probeShare = 4 // a measurement, this part
+	slowest    = 2 // naps for a frame: in a slower stream, being woken costs less
 	emptyNaps  = 3 // in a row, and the stream has ended
 
 	// shortestNap is about how exact the kernel's timers are.
@@ -57,7 +58,7 @@ func (m *moderator) next(now time.Time, frames, bytes uint64, window int) time.D
 // measured returns the nap for frames of a size that come at an interval.
 func (m *moderator) measured(interval time.Duration, size, window int) time.Duration {
 	nap := min(interval*time.Duration(max(window, napShare))/napShare, m.limit)
-	if size <= smallWrite || interval > emptyNaps*m.limit || nap < shortestNap {
+	if size <= smallWrite || interval/slowest > m.limit || nap < shortestNap {
 		return 0
 	}
 	return nap

@@ -29,8 +29,8 @@ func TestModerator(t *testing.T) {
 		{32 << 10, 20 * time.Microsecond, 64, 160 * time.Microsecond},
 		{32 << 10, time.Microsecond, 4096, 512 * time.Microsecond},
 		{32 << 10, 0, 4096, 0},
-		{32 << 10, 3 * time.Millisecond, 16, limit},
-		{32 << 10, 3001 * time.Microsecond, 16, 0}, // too slow
+		{32 << 10, 2 * time.Millisecond, 16, limit},
+		{32 << 10, 2002 * time.Microsecond, 16, 0}, // too slow
 		{smallWrite + 1, 100 * time.Microsecond, 16, 200 * time.Microsecond},
 		{smallWrite, 100 * time.Microsecond, 16, 0}, // small messages
 		{64, 100 * time.Microsecond, 16, 0},
