@@ -70,9 +70,9 @@ type Config struct {
 	// is frames of more than 4 KiB that come one after the other while nothing is
 	// sent, less fast than they could be read. It is a compromise: the stream takes
 	// less of either processor; its last bytes, and the effect of a deadline or of
-	// Close, may come so much later. 0 means, on devices, twenty times what a
-	// wake-up takes, but 100 µs to 1 ms, and in software not at all; negative, or
-	// less than 50 µs, not at all.
+	// Close, may come so much later: 10 ms at most. 0 means, on devices, twenty
+	// times what a wake-up takes, but 100 µs to 1 ms, and in software not at all;
+	// negative, or less than 50 µs, not at all.
 	Moderation time.Duration
 	// Linger bounds how long Close takes to send what was written and to end the
 	// connection in order: 0 means 5 s, negative that Close aborts the
@@ -113,6 +113,9 @@ func (c Config) resolve() (Config, error) {
 		if *f.value < f.min || *f.value > f.max {
 			return c, fmt.Errorf("value %d of Config.%s must be %d to %d: %w", *f.value, f.name, f.min, f.max, syscall.EINVAL)
 		}
+	}
+	if c.Moderation > maxModeration { // nothing interrupts a nap
+		return c, fmt.Errorf("value %v of Config.Moderation must be at most %v: %w", c.Moderation, maxModeration, syscall.EINVAL)
 	}
 	if c.MaxRegistered == 0 {
 		c.MaxRegistered = DefaultMaxRegistered

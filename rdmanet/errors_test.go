@@ -186,6 +186,7 @@ func TestErrorsOfConfigNameValueAndLimit(t *testing.T) {
 		{Config{RecvDepth: 4097}, syscall.EINVAL, []string{"Config.RecvDepth", "4097", "4096"}},
 		{Config{SendDepth: 4097}, syscall.EINVAL, []string{"Config.SendDepth", "4097", "4096"}},
 		{Config{SendDepth: -5}, syscall.EINVAL, []string{"Config.SendDepth", "-5"}},
+		{Config{Moderation: 10*time.Millisecond + 1}, syscall.EINVAL, []string{"Config.Moderation", "10.000001ms", "10ms"}},
 		{Config{MaxRegistered: 1000}, syscall.EINVAL, []string{"Config.MaxRegistered", "1000"}},
 		{Config{MaxRegistered: -1}, syscall.EINVAL, []string{"Config.MaxRegistered", "-1"}},
 		{Config{Provider: "quantum"}, syscall.ENODEV, []string{"Config.Provider", "quantum", "iwarp", "auto"}},

@@ -32,7 +32,8 @@ const (
 	emptyNaps  = 3 // in a row, and the stream has ended
 
 	// shortestNap is about how exact the kernel's timers are.
-	shortestNap = 50 * time.Microsecond
+	shortestNap   = 50 * time.Microsecond
+	maxModeration = 10 * time.Millisecond
 )
 
 // next returns for how long to nap now, or 0, if the connection has received

@@ -171,9 +171,9 @@ func TestNapsKeepNoMoreThanHalfTheThreads(t *testing.T) {
 func TestModerationByDefault(t *testing.T) {
 	checkLeaks(t)
 	for configured, limits := range map[time.Duration][2]time.Duration{ // in software, on a device
-		0:           {0, deviceNap()},
-		-1:          {-1, -1},
-		time.Second: {time.Second, time.Second},
+		0:             {0, deviceNap()},
+		-1:            {-1, -1},
+		maxModeration: {maxModeration, maxModeration},
 	} {
 		a, _ := open(t, Config{Moderation: configured})
 		want := limits[0]
