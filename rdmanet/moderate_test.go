@@ -104,7 +104,7 @@ func mayNap(t *testing.T) {
 func TestReaderOfAStreamNaps(t *testing.T) {
 	checkLeaks(t)
 	mayNap(t)
-	a, b := open(t, Config{Moderation: time.Millisecond, Spin: -1})
+	a, b := open(t, Config{Moderation: maxModeration, Spin: -1})
 	eventually(t, func() bool { return feed(t, a, b, 50, 32<<10) > 0 }, "it naps")
 	require.Zero(t, feed(t, b, a, 100, 256), "a reader of messages does not")
 
@@ -128,7 +128,7 @@ func TestReaderOfAStreamNaps(t *testing.T) {
 func TestNobodyNapsBeforeLooking(t *testing.T) {
 	checkLeaks(t)
 	mayNap(t)
-	a, b := open(t, Config{Moderation: time.Millisecond, Spin: -1})
+	a, b := open(t, Config{Moderation: maxModeration, Spin: -1})
 	naps := func() bool { return feed(t, a, b, 50, 32<<10) > 0 && b.wait.moderator.nap > 0 }
 	const times = 5
 	before := 0
@@ -158,7 +158,7 @@ func TestNobodyNapsBeforeLooking(t *testing.T) {
 func TestNapsKeepNoMoreThanHalfTheThreads(t *testing.T) {
 	checkLeaks(t)
 	mayNap(t)
-	a, b := open(t, Config{Moderation: time.Millisecond, Spin: -1})
+	a, b := open(t, Config{Moderation: maxModeration, Spin: -1})
 	eventually(t, func() bool { return feed(t, a, b, 50, 32<<10) > 0 }, "it naps")
 	require.True(t, hold())
 	require.False(t, hold())
