@@ -43,7 +43,7 @@ type Config struct {
 
 	// BufferSize is the payload of a registered buffer, and so of a frame, in
 	// bytes: 1 KiB to 1 MiB; 0 means 32 KiB. The two sides may differ. Over
-	// devices, 64 KiB with half the RecvDepth carries bulk data faster; but a
+	// devices, 64 KiB with half the RecvDepth may carry bulk data faster; but a
 	// small message uses up a buffer, too.
 	BufferSize int
 	// RecvDepth is how many buffers are posted for the peer's data: 1 to 4096;
@@ -69,10 +69,11 @@ type Config struct {
 	// lie before it looks again, instead of being woken for each Write. A stream
 	// is frames of more than 4 KiB that come one after the other while nothing is
 	// sent, less fast than they could be read. It is a compromise: the stream takes
-	// less of either processor; its last bytes, and the effect of a deadline or of
-	// Close, may come so much later: 10 ms at most. 0 means, on devices, twenty
-	// times what a wake-up takes, but 100 µs to 1 ms, and in software not at all;
-	// negative, or less than 50 µs, not at all.
+	// less of the reader's processor and, on software devices, of the sender's; its
+	// last bytes, and the effect of a deadline or of Close, may come so much later:
+	// 10 ms at most. 0 means, on devices, twenty times what a wake-up takes, but
+	// 100 µs to 1 ms, and in software not at all; negative, or less than 50 µs, not
+	// at all.
 	Moderation time.Duration
 	// Linger bounds how long Close takes to send what was written and to end the
 	// connection in order: 0 means 5 s, negative that Close aborts the

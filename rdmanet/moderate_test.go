@@ -3,6 +3,8 @@ package rdmanet
 import (
 	"fmt"
 	"io"
+	"net"
+	"os"
 	"testing"
 	"time"
 
@@ -94,16 +96,9 @@ func feed(t *testing.T, from, to *Conn, n, size int) (naps uint64) {
 	return to.Stats().Naps - was
 }
 
-// mayNap lets one goroutine nap, whatever the machine has.
-func mayNap(t *testing.T) {
-	was := maxHolding
-	t.Cleanup(func() { maxHolding = was })
-	maxHolding = 1
-}
-
 func TestReaderOfAStreamNaps(t *testing.T) {
 	checkLeaks(t)
-	mayNap(t)
+	setMaxHolding(t, 1)
 	a, b := open(t, Config{Moderation: maxModeration, Spin: -1})
 	eventually(t, func() bool { return feed(t, a, b, 50, 32<<10) > 0 }, "it naps")
 	require.Zero(t, feed(t, b, a, 100, 256), "a reader of messages does not")
@@ -127,7 +122,7 @@ func TestReaderOfAStreamNaps(t *testing.T) {
 // TestNobodyNapsBeforeLooking, nor in a write.
 func TestNobodyNapsBeforeLooking(t *testing.T) {
 	checkLeaks(t)
-	mayNap(t)
+	setMaxHolding(t, 1)
 	a, b := open(t, Config{Moderation: maxModeration, Spin: -1})
 	naps := func() bool { return feed(t, a, b, 50, 32<<10) > 0 && b.wait.moderator.nap > 0 }
 	const times = 5
@@ -154,10 +149,38 @@ func TestNobodyNapsBeforeLooking(t *testing.T) {
 	require.Equal(t, was, b.Stats().Naps)
 }
 
+// TestNappingEnds with the deadline and Close.
+func TestNappingEnds(t *testing.T) {
+	checkLeaks(t)
+	setMaxHolding(t, 1)
+	_, b := open(t, Config{Moderation: maxModeration, Spin: -1})
+	for _, c := range []struct {
+		end  func()
+		want error
+	}{
+		{func() { _ = b.SetReadDeadline(time.Now()) }, os.ErrDeadlineExceeded},
+		{func() { _ = b.Close() }, net.ErrClosed},
+	} {
+		_ = b.SetReadDeadline(time.Time{})
+		was := b.Stats()
+		b.wait.moderator = moderator{limit: maxModeration, nap: maxModeration, begun: time.Now(), seen: was.FramesReceived, frames: was.FramesReceived}
+		ended := make(chan error, 1)
+		go func() {
+			_, err := b.Read(make([]byte, 1))
+			ended <- err
+		}()
+		eventually(t, func() bool { return b.Stats().Naps > was.Naps }, "it naps")
+		within(t, patience, func() {
+			c.end()
+			require.ErrorIs(t, <-ended, c.want)
+		})
+	}
+}
+
 // TestNapsKeepNoMoreThanHalfTheThreads from the other goroutines.
 func TestNapsKeepNoMoreThanHalfTheThreads(t *testing.T) {
 	checkLeaks(t)
-	mayNap(t)
+	setMaxHolding(t, 1)
 	a, b := open(t, Config{Moderation: maxModeration, Spin: -1})
 	eventually(t, func() bool { return feed(t, a, b, 50, 32<<10) > 0 }, "it naps")
 	require.True(t, hold())

@@ -28,12 +28,18 @@ func TestSpinnerGivesUpAndTriesAgain(t *testing.T) {
 	require.False(t, (&spinner{limit: -1}).worthwhile())
 }
 
+// setMaxHolding lets n goroutines spin or nap, whatever the machine has.
+func setMaxHolding(t *testing.T, n int32) {
+	was := maxHolding
+	t.Cleanup(func() { maxHolding = was })
+	maxHolding = n
+}
+
 // TestNotAllSpin: more connections wait for an answer than may spin; and who waits
 // for no answer does not.
 func TestNotAllSpin(t *testing.T) {
 	checkLeaks(t)
-	was := maxHolding
-	defer func() { maxHolding = was }()
+	setMaxHolding(t, 1)
 	cfg := Config{Spin: time.Hour}
 	l := listen(t, ListenConfig{Config: cfg})
 	for _, asked := range []bool{true, false} {
@@ -76,9 +82,7 @@ func TestNotAllSpin(t *testing.T) {
 // TestSpinningIsInterrupted by the deadline and Close, however long it may last.
 func TestSpinningIsInterrupted(t *testing.T) {
 	checkLeaks(t)
-	was := maxHolding
-	defer func() { maxHolding = was }()
-	maxHolding = 1
+	setMaxHolding(t, 1)
 	a, _ := open(t, Config{Spin: time.Hour})
 	for _, end := range []func(){func() { _ = a.SetReadDeadline(time.Now()) }, func() { _ = a.Close() }} {
 		_ = a.SetReadDeadline(time.Time{})
